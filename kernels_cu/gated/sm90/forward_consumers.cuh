@@ -12,6 +12,7 @@
 //           loops, see `consume`
 // numerics  S in float32; o reads S rounded to bfloat16, or to tf32 if q, k and v are float16
 // limits    sm_90a; BK and BV of 64 or 128
+// tests     those of forward.cu; RegisterChoices: test_compile (spills, and products that run one after the other)
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 #include "wgmma.cuh"
@@ -29,14 +30,14 @@
 //   work: the block's head, columns and tokens; its states `initial` and `final`, null if there is none
 //   Operands: of each stage q, k and the scores' tiles, one for each of K_RANKS blocks; scores_offset: the byte offset
 //     of a stage's scores in a tile that two stages share, else 0
-//   GATES_PER_TOKEN: how many a producer's thread has for a token: of its 4 channels, or 1 for ScalarDecay; consumers
-//     ask only whether it is 1. SPLIT_SCORES: whether a score is stored as two numbers
-//   headers[stage].decay: of the channels of each of K_RANKS blocks, [0] first; for ScalarDecay, too, producers store
-//     one for every channel. headers[stage].row[0]: WHOLE_CHUNK; or the row of the one token whose operands the stage
-//     holds, plus MORE_FILLS if the stage will be filled again for this chunk
-//   scan: of SegmentState, which reads a segment's gates from the end before the chunks are computed, and skips tokens
-//     that decay to nothing; blocks share the others in parts. scan.skipped_decay: 0 if tokens right before this
-//     block's part are skipped; else 1
+//   HAS_CHANNEL_GATES: whether channels have gates of their own; false for ScalarDecay, whose decays of a chunk are all
+//     equal. SPLIT_SCORES: whether a score is stored as two numbers
+//   headers[stage].decay: of the channels of each of K_RANKS blocks, [0] first. headers[stage].row[0]: WHOLE_CHUNK; or
+//     the row of the one token whose operands the stage holds, plus MORE_FILLS if the stage will be filled again for
+//     this chunk
+//   scan.skipped_decay: of SegmentState. Before the chunks, narrow_work (forward_forgotten.cuh) has read the segment's
+//     gates from its end, and skips the tokens that decay to nothing; blocks share the others in parts. 0 if tokens
+//     right before this block's part are skipped; else 1
 //   threads_copy_rows: whether tokens have a negative stride. Then threads copy v by v_rows and store o by Args::o;
 //     else the tensor maps `v` and `o_boxes` do
 //   args.channel: the launch's first channel
@@ -67,9 +68,8 @@ __device__ __forceinline__ void each_state_number(float (&S)[BK / 2], P* state, 
 
 // Multiplies this lane's N numbers of the state, of 2 N channels from `first_channel` on, by the chunk's decays.
 // put_decays (forward_rows.cuh) has ordered them so that the 4 that a lane needs of 16 channels are side by side.
-// GATES: GATES_PER_TOKEN; if it is 1, all decays are equal, and only decays[0] is read. thread: the thread's number in
-// the warpgroup.
-template <int GATES, int N>
+// CHANNEL_DECAYS: HAS_CHANNEL_GATES; if false, only decays[0] is read. thread: the thread's number in the warpgroup.
+template <bool CHANNEL_DECAYS, int N>
 __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int thread, int first_channel = 0) {
   const float common = decays[0];
   const int t = thread & 3;
@@ -77,8 +77,8 @@ __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, 
   for (int n = 0; n < N / 4; n += 2) {
     float decay[4] = {common, common, common, common};
     const float* const from = decays + (first_channel + 8 * n) / 16 * 16 + 4 * t;
-    if (GATES > 1 && N / 4 > 1) unpack(decay, from);
-    if (GATES > 1 && N / 4 == 1) {
+    if (CHANNEL_DECAYS && N / 4 > 1) unpack(decay, from);
+    if (CHANNEL_DECAYS && N / 4 == 1) {
       const float2 two = *reinterpret_cast<const float2*>(from + first_channel % 16 / 8 * 2);
       decay[0] = two.x, decay[1] = two.y;
     }
@@ -132,24 +132,25 @@ template <> struct StateOperand<bf16> {
 
 // Starts the products o = A v + q S, and computes S <- diag(decay) S. The state is copied to operands in parts of
 // PART_OPERANDS: while the tensor cores multiply one part, this thread copies and decays the next one.
-template <bool SPLIT, int GATES, int PART_OPERANDS, typename T, int N, class Operands>
+template <bool SPLIT, bool CHANNEL_DECAYS, int PART_OPERANDS, typename T, int N, class Operands>
 __device__ __forceinline__ void multiply_scores_and_state(float (&o)[16], float (&S)[N], const u32 (&v)[2][4],
                                                           Operands& operands, const float* decays, int stage,
                                                           int thread) {
   using Copy = StateOperand<T>;
   constexpr int DEPTH = Copy::DEPTH, PARTS = 2 * N / DEPTH / PART_OPERANDS;
+  static_assert(PARTS * PART_OPERANDS * DEPTH == 2 * N, "parts hold all channels");
   constexpr int PANEL_OPERANDS = 4;  // operands that read one panel of q, 128 bytes of channels
   u32 state[2][PART_OPERANDS][4];    // operands of this part and of the next
   u64 panels = k_major_tile(operands.q[stage]);
   hide_origin(panels);
-  // Copies a part of S to operands, and decays S. `channels`: this lane's numbers of an operand's channels.
+  // Copies a part of S to operands, and decays S.
   const auto copy = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART_OPERANDS; ++n) {
       const int tile = part * PART_OPERANDS + n;
-      float (&channels)[DEPTH / 2] = *reinterpret_cast<float (*)[DEPTH / 2]>(S + tile * (DEPTH / 2));
-      Copy::copy(state[part & 1][n], channels, tile);
-      decay_state<GATES>(channels, decays, thread, tile * DEPTH);
+      float (&numbers)[DEPTH / 2] = *reinterpret_cast<float (*)[DEPTH / 2]>(S + tile * (DEPTH / 2));
+      Copy::copy(state[part & 1][n], numbers, tile);
+      decay_state<CHANNEL_DECAYS>(numbers, decays, thread, tile * DEPTH);
     }
   };
   // Starts the products of a part.
@@ -207,14 +208,29 @@ __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* fr
   mbarrier_arrive_after_copies(loaded);
 }
 
+// What an instance holds in registers, and what it computes again. No result depends on it: all were chosen by measured
+// times, spills, and faults of assemblers, which run products one after the other where other instances do so.
+template <class Schedule, typename T, typename G, int BV> struct RegisterChoices {
+  static constexpr bool ONE_BLOCK = Schedule::K_RANKS == 1;  // has all channels: half of the state of two blocks
+  // Of multiply_scores_and_state: the state has two parts; else each operand is a part.
+  static constexpr bool TWO_PARTS = ONE_BLOCK && BV == 64 && IS_BFLOAT16<T>;
+  // Whether start_products takes lane % 4 from `thread`; else from threadIdx.x, read anew.
+  static constexpr bool LANE_FROM_THREAD = ONE_BLOCK && IS_BFLOAT16<T> && sizeof(G) == 2;
+  // Whether compute_token_by_token holds the thread's numbers, and the chunk's.
+  static constexpr bool HOLDS_THREAD = ONE_BLOCK, HOLDS_CHUNK = sizeof(G) != 4;
+  // Whether `consume` has a loop for ordinary chunks alone, which instructions for marks and for chunks token by token
+  // would slow down; else one loop has all chunks, as registers are too few for two.
+  static constexpr bool TWO_LOOPS = ONE_BLOCK;
+};
+
 // One thread of a consumer warpgroup. For each chunk `consume` calls compute_chunk; compute_token_by_token, if
 // compute_chunk returned true; and store. It calls store_mark before some chunks, and finish after the last one.
 template <class Schedule, typename T, typename G, int BK, int BV> struct Consumer {
   using Storage = Shared<Schedule, T, G, BK, BV>;
   static constexpr int K_RANKS = Schedule::K_RANKS, SLOTS = Storage::VALUE_SLOTS, STAGES = Storage::STAGES;
-  static constexpr int GATES = GATES_PER_TOKEN<G>;
-  // Of multiply_scores_and_state: if registers are enough, the state has two parts; else each operand is a part.
-  static constexpr int PART_OPERANDS = K_RANKS == 1 && BV == 64 && IS_BFLOAT16<T> ? BK / 32 : 1;
+  static constexpr bool CHANNEL_DECAYS = HAS_CHANNEL_GATES<G>;
+  using Choices = RegisterChoices<Schedule, T, G, BV>;
+  static constexpr int PART_OPERANDS = Choices::TWO_PARTS ? BK / 32 : 1;
   static constexpr bool STORES_MARKS = Schedule::has_outputs && K_RANKS == 1;  // args.marks
 
   Storage& s;
@@ -283,13 +299,11 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // no o.
   __device__ __forceinline__ void start_products(u32 stage) {
     const float* const decays = s.headers[stage].decay[0];
-    // `thread` takes a register, threadIdx.x is read anew: each instance has what was measured to be faster. The callee
-    // uses lane % 4 only, which is the same in both.
-    const int lane = IS_BFLOAT16<T> && sizeof(G) == 2 && K_RANKS == 1 ? thread : int(threadIdx.x);
+    const int lane = Choices::LANE_FROM_THREAD ? thread : int(threadIdx.x);  // the callee uses lane % 4
     if constexpr (Schedule::has_outputs)
-      multiply_scores_and_state<SPLIT_SCORES<Schedule, T>, GATES, PART_OPERANDS, T>(o, S, v, s.operands, decays, stage,
-                                                                                    lane);
-    else decay_state<GATES>(S, decays, thread), total_decay *= decays[thread % BK];
+      multiply_scores_and_state<SPLIT_SCORES<Schedule, T>, CHANNEL_DECAYS, PART_OPERANDS, T>(o, S, v, s.operands,
+                                                                                             decays, stage, lane);
+    else decay_state<CHANNEL_DECAYS>(S, decays, thread), total_decay *= decays[thread % BK];
     wgmma_fence_operand(S);
     wgmma_fence();
     u64 k = mn_major_tile(s.operands.k[stage], CHUNK * 128);
@@ -381,12 +395,10 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.headers[stage].row[0] : 0, 0);
       if constexpr (Schedule::has_outputs) {
         wgmma_fence_operand(o);
-        // If K_RANKS > 1 `thread` is computed again, to save registers, and so is the slot if gates are float32. Where
-        // other instances did so, one version of the assembler ran products one after the other.
-        const int lane = K_RANKS > 1 ? opaque(threadIdx.x) % 128 : thread;
-        put_output_row(s.v[K_RANKS > 1 ? opaque(threadIdx.x) / 128 : warpgroup]
-                          [(sizeof(G) == 4 ? u32(opaque(chunk)) : chunk) % SLOTS][0],
-                       o, row % MORE_FILLS, lane);
+        const int own_thread = Choices::HOLDS_THREAD ? thread : opaque(threadIdx.x) % 128;
+        const int own_warpgroup = Choices::HOLDS_THREAD ? warpgroup : opaque(threadIdx.x) / 128;
+        const u32 own_chunk = Choices::HOLDS_CHUNK ? chunk : u32(opaque(chunk));
+        put_output_row(s.v[own_warpgroup][own_chunk % SLOTS][0], o, row % MORE_FILLS, own_thread);
       }
       order_reads_before_peer_copy();
       __syncwarp();  // all lanes have read the decays, so that lane 0 may release the stage
@@ -398,8 +410,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   __device__ __forceinline__ void store(u32 chunk) {
     if constexpr (Schedule::has_outputs) {
       fence_proxy_async();
-      named_barrier_sync(VALUES_BARRIER + warpgroup,
-                         128);  // all warps' columns of o are in shared memory: one thread may store them
+      // All warps' columns of o are in shared memory: one thread may store them.
+      named_barrier_sync(VALUES_BARRIER + warpgroup, 128);
       const u32 token = chunk * CHUNK;
       T* const from = slot_of(chunk);
       if (token + CHUNK > tokens || threads_copy_rows<Schedule>(args)) {
@@ -446,18 +458,17 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   using ConsumerOf = Consumer<Schedule, T, G, BK, BV>;
   ConsumerOf consumer(s, args);
   const u32 tokens = consumer.tokens;
-  // The inner loop has ordinary chunks only, because the instructions for marks and for chunks that go token by token
-  // would slow it down. The barrier keeps the compiler from merging both loops. If K_RANKS > 1, the inner loop has all
-  // chunks, because registers are too few for two loops.
+  constexpr bool TWO_LOOPS = ConsumerOf::Choices::TWO_LOOPS;
   const u32 mask = u32(args.mark_every) - 1;
   for (u32 chunk = 0; chunk * CHUNK < tokens;) {
     consumer.store_mark(chunk, mask);
     bool one_by_one = false;
-    if constexpr (ConsumerOf::K_RANKS == 1) named_barrier_sync(VALUES_BARRIER + consumer.warpgroup, 128);
+    // No data depend on this barrier: it keeps the compiler from merging both loops.
+    if constexpr (TWO_LOOPS) named_barrier_sync(VALUES_BARRIER + consumer.warpgroup, 128);
     do {
       one_by_one = consumer.compute_chunk(chunk);
       if (__builtin_expect(one_by_one, false)) {
-        if constexpr (ConsumerOf::K_RANKS == 1) break;
+        if constexpr (TWO_LOOPS) break;
         consumer.compute_token_by_token(chunk);
       }
       consumer.store(chunk);
@@ -465,7 +476,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
         consumer.fetch_backwards(chunk + ConsumerOf::SLOTS);
       ++chunk;
     } while (chunk * CHUNK < tokens && (!ConsumerOf::STORES_MARKS || (chunk & mask) != 0));
-    if (ConsumerOf::K_RANKS == 1 && one_by_one) {
+    if (TWO_LOOPS && one_by_one) {
       consumer.compute_token_by_token(chunk), consumer.store(chunk);
       if (threads_copy_rows<Schedule>(args)) consumer.fetch_backwards(chunk + ConsumerOf::SLOTS);
       ++chunk;
