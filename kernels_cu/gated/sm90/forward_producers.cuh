@@ -344,6 +344,65 @@ struct ChunkJob {
 // being copied over this chunk's. After GROWS and OUT_OF_FLOAT16 the caller calls make_scaled or make_tokens.
 enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 
+constexpr bool SCALES_ROWS = true, UNSCALED_ROWS = false;  // SCALES_ROWS of make_chunk
+
+// Steps 1 and 2 of make_chunk. Sets a, the decays of single tokens, and above_limit: whether a lane of the group has a
+// gate above LIMIT, or after_overflow. Returns whether the chunk grows, by the votes of this block:
+//   BORDER_IS_NARROWER, not SCALES_ROWS  above_limit: make_scaled then makes it, with SCALES_ROWS
+//   otherwise                            whether a lane has a gate above GATE_LIMIT (1, or 1/8 if T is float16) and its
+//                                        channels' gates above 0 sum to more than 7 nats over a sub-chunk, or more than
+//                                        32 (float16: 4) over the chunk: exceeds, exceeds_growth (forward_growth.cuh)
+template <bool SCALES_ROWS, class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ bool store_decays_and_vote(float (&a)[SUB_CHUNK][GATES_PER_TOKEN<G>], bool& above_limit,
+                                                      Shared<Schedule, T, G, BK, BV>& s, const ProducerCoord<BK>& coord,
+                                                      float scalar_gate, bool after_overflow) {
+  constexpr int GATES = GATES_PER_TOKEN<G>, THREADS = ProducerCoord<BK>::THREADS;
+  // As bits of G's type: 1/8 nat if BORDER_IS_NARROWER, because at most 16 gates, of 1/8 each, lie between a token and
+  // its border, and float16 holds a row that is in range times e^2; else GATE_LIMIT.
+  constexpr u32 LIMIT = BORDER_IS_NARROWER<Schedule, T> ? EIGHTH<G> : GATE_LIMIT<T, G>;
+  const auto& in = s.inputs[coord.group];
+  u32 largest_gate = LIMIT;  // of this lane's gates, as bits, if one is above LIMIT; else LIMIT
+  float decay[GATES];        // over the sub-chunk
+#pragma unroll
+  for (int c = 0; c < GATES; ++c) decay[c] = 1.f;
+#pragma unroll
+  for (int i = 0; i < SUB_CHUNK; ++i) {
+    float g[GATES];
+    load_gates(g, in, coord, scalar_gate, i);
+    update_largest_gate(largest_gate, in, coord, scalar_gate, i);
+#pragma unroll
+    for (int c = 0; c < GATES; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
+  }
+  put_decay(s.decays[coord.group], coord, decay);
+  if constexpr (HAS_CHANNEL_GATES<G>) fence_proxy_async();  // orders these reads before the next copy of gates
+  // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's
+  // score_operands.
+  bool grows = named_barrier_any(PRODUCER_BARRIER + coord.group, THREADS, largest_gate != LIMIT || after_overflow);
+  above_limit = grows;
+  if ((SCALES_ROWS || !BORDER_IS_NARROWER<Schedule, T>) && above_limit) {
+    bool exceeds_here = exceeds<G>(largest_gate, GATE_LIMIT<T, G>);
+    if constexpr (!HAS_CHANNEL_GATES<G>) exceeds_here &= exceeds_growth<T>(scalar_gate);
+    else {
+      exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
+      fence_proxy_async();  // orders these reads, too, before the next copy of gates
+    }
+    grows = named_barrier_any(PRODUCER_BARRIER + coord.group, THREADS, exceeds_here);
+  }
+  return grows;
+}
+
+// Stores a chunk's header; for lanes of the last sub-chunk. earlier_decay: over the other sub-chunks.
+template <class Header, int GATES, int BK>
+__device__ __forceinline__ void put_header(Header& header, int rank, const ProducerCoord<BK>& coord,
+                                           const Decays<BK>& decays, const float (&earlier_decay)[GATES]) {
+  float whole[4] = {1.f, 1.f, 1.f, 1.f}, last[GATES];  // decays over the chunk, and over its last sub-chunk
+  load_decay(last, decays, coord, coord.subchunk);
+  times(whole, whole, earlier_decay);
+  times(whole, whole, last);
+  put_decays(header.decay[rank], coord.channel, whole);
+  header.row[0] = WHOLE_CHUNK;
+}
+
 // Makes the operands of a chunk, and starts copying the inputs of the group's next chunk as soon as this chunk's have
 // been read. SCALES_ROWS: whether operands at borders have the scales of their rows (forward_scales.cuh), so that none
 // is OUT_OF_FLOAT16; args.scale is the operator's. scalar_gate: if G is ScalarDecay, the log gate of token lane % 8
@@ -363,7 +422,6 @@ enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 //   10  scores are stored; cluster: barrier of the group, then scores are sent
 // A fence_proxy_async is between a group's own accesses and a later copy from or to the same memory: for 3 before each
 // vote of 2, since both read gates; for 9 before 8; for the scores in 10.
-constexpr bool SCALES_ROWS = true, UNSCALED_ROWS = false;
 template <class Order, bool SCALES_ROWS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, const ChunkJob& job,
@@ -377,46 +435,13 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   const auto& in = s.inputs[coord.group];
   auto& score_operands = s.score_operands[coord.group];
-  auto& header = s.headers[job.stage];
   MBarrier& full = s.full[job.stage];
   const auto& decays = s.decays[coord.group];
   const float scale = float(args.scale);
-  float a[SUB_CHUNK][GATES], decay[GATES];  // of single tokens, and over the sub-chunk
   using Border = typename BorderOf<Schedule::K_RANKS, T>::type;
-  // As bits of G's type: 1/8 nat if BORDER_IS_NARROWER, because at most 16 gates, of 1/8 each, lie between a token and
-  // its border, and float16 holds a row that is in range times e^2; else GATE_LIMIT.
-  constexpr u32 LIMIT = BORDER_IS_NARROWER<Schedule, T> ? EIGHTH<G> : GATE_LIMIT<T, G>;
-  u32 largest_gate = LIMIT;  // of this lane's gates, as bits, if one is above LIMIT; else LIMIT
-#pragma unroll
-  for (int c = 0; c < GATES; ++c) decay[c] = 1.f;
-#pragma unroll
-  for (int i = 0; i < SUB_CHUNK; ++i) {
-    float g[GATES];
-    load_gates(g, in, coord, scalar_gate, i);
-    update_largest_gate(largest_gate, in, coord, scalar_gate, i);
-#pragma unroll
-    for (int c = 0; c < GATES; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
-  }
-  put_decay(s.decays[coord.group], coord, decay);
-  if constexpr (HAS_CHANNEL_GATES<G>) fence_proxy_async();  // orders these reads before the next copy of gates
-  // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's
-  // score_operands.
-  bool grows =
-      named_barrier_any(PRODUCER_BARRIER + coord.group, Coord::THREADS, largest_gate != LIMIT || after_overflow);
-  const bool above_limit = grows;
-  // Without SCALES_ROWS, but if BORDER_IS_NARROWER, `grows` stays true, so that the caller calls make_scaled, which
-  // makes the chunk with SCALES_ROWS. Otherwise the chunk grows only if a lane has a gate above GATE_LIMIT (1, or 1/8
-  // if T is float16) and its channels' gates above 0 sum to more than 7 nats over a sub-chunk, or more than 32
-  // (float16: 4) over the chunk: exceeds and exceeds_growth (forward_growth.cuh).
-  if ((SCALES_ROWS || !BORDER_IS_NARROWER<Schedule, T>) && above_limit) {
-    bool exceeds_here = exceeds<G>(largest_gate, GATE_LIMIT<T, G>);
-    if constexpr (!HAS_CHANNEL_GATES<G>) exceeds_here &= exceeds_growth<T>(scalar_gate);
-    else {
-      exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
-      fence_proxy_async();  // orders these reads, too, before the next copy of gates
-    }
-    grows = named_barrier_any(PRODUCER_BARRIER + coord.group, Coord::THREADS, exceeds_here);
-  }
+  float a[SUB_CHUNK][GATES];  // decays of single tokens
+  bool above_limit;
+  bool grows = store_decays_and_vote<SCALES_ROWS>(a, above_limit, s, coord, scalar_gate, after_overflow);
   const auto fetch_next_gates = [&] {
     fetch_gates(s, args, coord.thread, job.group, job.next, job.tokens);
     next_scalar_gate = load_scalar_gate(s, args, coord, job.next);
@@ -425,29 +450,27 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   if constexpr (Schedule::K_RANKS > 1) {
     if (coord.thread == 0) send_vote(s.votes, job.rank, job.stage, grows);
   } else if (!grows) fetch_next_gates();  // before the wait for the stage, since the copy's latency is not hidden
-  // neighbour: the decay over the half's other sub-chunk. other_half: the decay over the other half. outside: at first
-  // the decay over all sub-chunks after this one, later the decay over all sub-chunks before it; set_outside makes it
-  // of `neighbour`, `other_half`, both, or neither. border_neighbour: `neighbour` for sub-chunks 0 and 3, whose keys
-  // and queries are also stored for the border between the halves; 1 for the others if a warp has two sub-chunks, since
-  // their lanes store the same again: see two_borders.
-  float neighbour[GATES], other_half[GATES], outside[GATES], border_neighbour[GATES];
+  // Decays over the half's other sub-chunk, over the other half, and over all sub-chunks after this one.
+  // border_neighbour: `neighbour` for sub-chunks 0 and 3, whose keys and queries are also stored for the border between
+  // the halves; 1 for the others if a warp has two sub-chunks, since their lanes store the same again: see two_borders.
+  float neighbour[GATES], other_half[GATES], last_decay[GATES], border_neighbour[GATES], later_decay[GATES];
   load_decay(neighbour, decays, coord, coord.subchunk ^ 1);
   load_decay(other_half, decays, coord, coord.subchunk ^ 2);
-  load_decay(outside, decays, coord, coord.subchunk ^ 3);
+  load_decay(last_decay, decays, coord, coord.subchunk ^ 3);
 #pragma unroll
   for (int c = 0; c < GATES; ++c) {
-    other_half[c] *= outside[c];
+    other_half[c] *= last_decay[c];
     border_neighbour[c] = Coord::LANES == 32 || coord.subchunk == 0 || coord.subchunk == 3 ? neighbour[c] : 1.f;
   }
-  // Sets `outside` to the decay over the neighbour, the other half, both, or neither.
-  const auto set_outside = [&](bool with_neighbour, bool with_other_half) {
+  // Sets x to the decay over the neighbour, the other half, both, or neither.
+  const auto set_decay = [&](float (&x)[GATES], bool with_neighbour, bool with_other_half) {
 #pragma unroll
     for (int c = 0; c < GATES; ++c) {
-      outside[c] = with_other_half ? other_half[c] : 1.f;
-      if (with_neighbour) outside[c] *= neighbour[c];
+      x[c] = with_other_half ? other_half[c] : 1.f;
+      if (with_neighbour) x[c] *= neighbour[c];
     }
   };
-  set_outside(coord.subchunk % 2 == 0, coord.subchunk < 2);  // the decay over all sub-chunks after this one
+  set_decay(later_decay, coord.subchunk % 2 == 0, coord.subchunk < 2);
   const NeighbourDecay<T, Border, GATES> neighbour_decay(border_neighbour);
   if (job.fills) mbarrier_wait(s.empty[job.stage], job.fills - 1 & 1);  // consumers have read the stage
   if constexpr (Schedule::K_RANKS > 1) grows = wait_for_votes(s.votes, job.stage, job.fills & 1);
@@ -458,21 +481,15 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   constexpr int WARPS = Coord::THREADS / 32, N = ScoreShare<WARPS>::N;
   constexpr bool BEFORE = Order::reads_before_write;
   const auto k_scales = scales_of<SCALES_ROWS>(in.k, coord, above_limit);
-  put_keys<HAS_OUTPUTS, T>(s.operands.k[job.stage][job.rank], score_operands, in.k, a, coord, neighbour_decay, outside,
-                           k_scales);
-  set_outside(coord.subchunk % 2 == 1, coord.subchunk >= 2);  // the decay over all sub-chunks before this one
-  if (coord.subchunk == NUM_SUBCHUNKS - 1) {
-    float whole[4] = {1.f, 1.f, 1.f, 1.f}, last[GATES];  // decays over the chunk, and over its last sub-chunk
-    load_decay(last, decays, coord, coord.subchunk);
-    times(whole, whole, outside);
-    times(whole, whole, last);
-    put_decays(header.decay[job.rank], coord.channel, whole);
-    header.row[0] = WHOLE_CHUNK;
-  }
+  put_keys<HAS_OUTPUTS, T>(s.operands.k[job.stage][job.rank], score_operands, in.k, a, coord, neighbour_decay,
+                           later_decay, k_scales);
+  float earlier_decay[GATES];  // over all sub-chunks before this one
+  set_decay(earlier_decay, coord.subchunk % 2 == 1, coord.subchunk >= 2);
+  if (coord.subchunk == NUM_SUBCHUNKS - 1) put_header(s.headers[job.stage], job.rank, coord, decays, earlier_decay);
   if constexpr (HAS_OUTPUTS) {
     float self_scores[SUB_CHUNK], u[4];
 #pragma unroll
-    for (int c = 0; c < GATES; ++c) outside[c] *= IS_BFLOAT16<T> ? scale : scale * TF32_CORRECTION_OF_BOTH;
+    for (int c = 0; c < GATES; ++c) earlier_decay[c] *= IS_BFLOAT16<T> ? scale : scale * TF32_CORRECTION_OF_BOTH;
     if (BEFORE) unpack(u, &s.u[coord.channel]);
     const int lane = u32(coord.thread) % 32, warp = u32(coord.thread) / 32;
     __syncwarp();  // zeros that other lanes stored to keys after the sequence's end are visible
@@ -481,7 +498,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     constexpr bool CHECKS_RANGE = BORDER_IS_NARROWER<Schedule, T> && !SCALES_ROWS;
     DirectProducts<BEFORE, CHECKS_RANGE, N, T, BK> direct(in.q, in.k, warp * N, lane);
     put_queries<Order>(s.operands.q[job.stage][job.rank], score_operands, in.q, in.k, a, coord, neighbour_decay,
-                       q_scales, outside, u, self_scores, direct);
+                       q_scales, earlier_decay, u, self_scores, direct);
     // The flag is never reset: later chunks of the group return GROWS above, because of after_overflow.
     if (CHECKS_RANGE && direct.out_of_range(lane)) score_operands.out_of_float16 = true;
     fence_proxy_async();  // orders these reads before the next copies of q and k
