@@ -99,10 +99,11 @@
 #include "cards.cuh"
 #include "growth.cuh"
 
-constexpr int COLUMNS = 32;                   // columns of V in one stage of shared memory
-constexpr int STEPS = COLUMNS / 16;           // matrix products a stage: each contracts 16 columns
-constexpr int BLOCKS = CHUNK / 16;            // blocks of 16 tokens, two sub-chunks each
-constexpr int BLOCKS_PER_WARP = 3;            // the 10 blocks [16, 16] of dA on and below the diagonal, over 4 warps
+constexpr int COLUMNS = 32;                           // columns of V in one stage of shared memory
+constexpr int STEPS = COLUMNS / 16;                   // matrix products a stage: each contracts 16 columns
+constexpr int BLOCKS = CHUNK / 16;                    // blocks of 16 tokens, two sub-chunks each
+constexpr int DA_BLOCKS = BLOCKS * (BLOCKS + 1) / 2;  // blocks [16, 16] of dA on and below the diagonal
+constexpr int BLOCKS_PER_WARP = (DA_BLOCKS + WARPS - 1) / WARPS;
 constexpr float FLOAT32_MAX = 3.4028235e38f;  // the largest float32
 // float32 data: a difference that is less than this share of the sum of its terms' absolute values has cancelled too
 // much, and is computed again as a sum of pairs. Split operands keep 21 bits: a difference at this limit keeps 12.
@@ -408,6 +409,371 @@ __device__ __noinline__ void compute_token_by_token(const Args<T, G, Value>& arg
   }
 }
 
+// A warp's 16 channels of the chunk in shared memory, as a lane reads and writes them; see Layout.
+template <typename T, typename G, int PRODUCTS, class Columns> struct WarpChannels {
+  using M = Math<T, PRODUCTS>;
+  Shared<T, G, PRODUCTS, Columns>& s;
+  const int warp_channel, lane_channel, lane_pair;
+
+  // Loads block m of 16 tokens of q or k by index p.
+  __device__ __forceinline__ void load(float2 (&x)[4], const T* tile, int m) const {
+    load_channels(x, tile + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
+  }
+  // Calls f(p, log gates of this lane's two tokens) for each index p of block m.
+  template <class F> __device__ __forceinline__ void gates_of_block(int m, F f) const {
+    float2 gates[4];
+    load_channels(gates, s.g + 16 * m * LD<G, TILE> + warp_channel, LD<G, TILE>);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) f(p, gates[p]);
+  }
+  __device__ __forceinline__ float2 gates_of_pair(int m, int p) const {  // the same for one p
+    const G* gate =
+        s.g + (16 * m + 8 * (p >> 1) + 2 * lane_pair) * LD<G, TILE> + warp_channel + lane_channel + 8 * (p & 1);
+    return float2{to_float(gate[0]), to_float(gate[LD<G, TILE>])};
+  }
+  // The decay of the lane's channel over sub-chunk n, in shared memory.
+  __device__ __forceinline__ float& decay_over(int n, int octet) const {
+    return s.pairs.decays[n][warp_channel + lane_channel + 8 * octet];
+  }
+  // The diagonal of dA at this lane's two tokens of sub-chunk n.
+  __device__ __forceinline__ float2 diagonal_of(int n) const {
+    return *reinterpret_cast<const float2*>(s.pairs.diagonal + 8 * n + 2 * lane_pair);
+  }
+  // Stores x of this lane's two tokens of sub-chunk n in a tile [64 tokens, 64 channels] of shared memory.
+  template <typename X> __device__ __forceinline__ void put_tokens(X* tile, int n, int octet, float2 x) const {
+    X* to = tile + (8 * n + 2 * lane_pair) * LD<X, TILE> + warp_channel + lane_channel + 8 * octet;
+    to[0] = from_float<X>(x.x), to[LD<X, TILE>] = from_float<X>(x.y);
+  }
+};
+
+// Copies dA and its diagonal, of columns with gates, to shared memory. chunk: its number in `scores`.
+template <class M, class Args>
+__device__ __forceinline__ void copy_scores(PairData<M>& pairs, const Args& args, i64 chunk) {
+  using Stored = typename M::Stored;
+  constexpr int PIECE = 16 / sizeof(Stored);  // numbers that one copy moves; those above the diagonal become zeros
+  const Stored* from = static_cast<const Stored*>(args.scores) + chunk * (CHUNK * CHUNK);
+#pragma unroll 1
+  for (int index = threadIdx.x * PIECE; index < CHUNK * CHUNK; index += THREADS * PIECE)
+    cp_async<16>(pairs.dA + index / CHUNK * LDA + index % CHUNK, from + index, index % CHUNK <= index / CHUNK);
+  if (threadIdx.x < CHUNK) pairs.diagonal[threadIdx.x] = args.diagonal[chunk * CHUNK + threadIdx.x];
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+
+// Stores one of dA's blocks [16, 16], from its accumulators, the sums of do . v without `scale`.
+template <class M, typename Value>
+__device__ __forceinline__ void put_dA(PairData<M>& pairs, const float (&products)[2][4], int block, float scale) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int right = 0; right < 2; ++right)  // the block's left 8 columns, then its right ones
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {  // its upper 8 rows, then its lower ones
+      const int i = 16 * row_of(block) + (lane >> 2) + 8 * lower,
+                j = 16 * column_of(block) + 8 * right + 2 * (lane & 3);
+      // dA_ij and dA_i(j+1). `exact` undoes the truncation of v and do. Below the diagonal dA is an operand of products
+      // that truncate it and their other operand: `operand` also has the correction of both. The diagonal is multiplied
+      // in float32.
+      const float2 exact = TF32_CORRECTION_OF_BOTH<M, Value> * scale *
+                           float2{products[right][2 * lower], products[right][2 * lower + 1]};
+      const float2 operand = TF32_CORRECTION_OF_BOTH<M> * exact;
+      put_pair(pairs.dA + i * LDA + j, float2{j < i ? operand.x : 0.f, j + 1 < i ? operand.y : 0.f});
+      if (i == j) pairs.diagonal[i] = exact.x;
+      if (i == j + 1) pairs.diagonal[i] = exact.y;
+    }
+}
+
+// For each t of this lane's two tokens: the sum of query_terms over the queries i >= t (RWKV-6: i > t) of the
+// sub-chunk, less the sum of key_terms over its keys j >= t.
+template <class ReadOrder> __device__ __forceinline__ float2 terms_from(float2 query_terms, float2 key_terms) {
+  const float2 difference = query_terms + -1.f * key_terms;
+  const float later_lanes = four_lane_sums(difference.x + difference.y).after;
+  if (ReadOrder::reads_before_write) return {difference.y + later_lanes - key_terms.x, later_lanes - key_terms.y};
+  return {difference.x + difference.y + later_lanes, difference.y + later_lanes};
+}
+
+// terms_from of the pairs within a sub-chunk, for split operands. If they cancel, recompute() sums them pair by pair.
+template <class ReadOrder, class F>
+__device__ __forceinline__ float2 accurate_terms_from(float2 query_terms, float2 key_terms, F recompute) {
+  float2 terms = terms_from<ReadOrder>(query_terms, key_terms);
+  const float2 magnitude = terms_from<ReadOrder>(absolute(query_terms), -1.f * absolute(key_terms));
+  const bool cancelled_x = fabsf(terms.x) < CANCELLED_SHARE * magnitude.x;
+  const bool cancelled_y = fabsf(terms.y) < CANCELLED_SHARE * magnitude.y;
+  if (__any_sync(0xffffffffu, cancelled_x || cancelled_y)) {
+    const float2 recomputed = recompute();
+    if (cancelled_x) terms.x = recomputed.x;
+    if (cancelled_y) terms.y = recomputed.y;
+  }
+  return terms;
+}
+
+// The numbers of this lane's two tokens in a product [16 channels, 8 tokens], by octet.
+__device__ __forceinline__ float2 lane_tokens(const float (&d)[4], int octet) {
+  return {d[2 * octet], d[2 * octet + 1]};
+}
+// Sets this lane's accumulators of a product [16 channels, 16 tokens] from numbers by index p.
+__device__ __forceinline__ void put_pairs(float (&d)[2][4], const float2 (&x)[4]) {
+#pragma unroll
+  for (int p = 0; p < 4; ++p) d[p >> 1][2 * (p & 1)] = x[p].x, d[p >> 1][2 * (p & 1) + 1] = x[p].y;
+}
+
+// A block of 16 tokens, by index p, and operands made of it.
+template <class M> struct TokenBlock {
+  float2 q[4], k[4];
+  // Decays from the sub-chunk's start to the states that the queries read, and from the keys to its end; factors of
+  // queries and of keys about its middle.
+  float2 from_start[4], to_end[4], query_factor[4], key_factor[4];
+  // Operands: queries and keys times these factors; border8: at the border of the block's two sub-chunks, keys of the
+  // first one decayed to it and queries of the second one decayed from it.
+  HeldLeft<M> queries, keys, border8;
+  // q times dq without the diagonal's term, in two parts, of which dg is made. near_query_terms: the part of the keys
+  // in the query's own sub-chunk. query_terms: the part of S and of the keys of earlier sub-chunks, to which
+  // near_query_terms is added unless operands are split.
+  float2 query_terms[4], near_query_terms[4];
+};
+
+// dq, dk and dg of the first half of a warp's chunk, then of the second. For each half begin(half), and for each of its
+// blocks in_half = 0, 1: load, finish_queries, finish_keys; then finish_dg.
+template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> struct HalfChunk {
+  using M = Math<T, PRODUCTS>;
+  using Stored = typename M::Stored;
+  using Accumulators = float[2][4];
+  using Tokens = TokenBlock<M>;
+  static constexpr bool RWKV6 = ReadOrder::reads_before_write;
+  // If columns have gates, dA of pairs within a sub-chunk comes times NEAR_SCALE (see Args::scores): sums over such
+  // pairs are multiplied by UNDO_NEAR_SCALE.
+  static constexpr float UNDO_NEAR_SCALE = Columns::gated ? 1 / NEAR_SCALE : 1.f;
+  // Corrects the truncation of both operands of S do and of dS v.
+  static constexpr float STATE_CORRECTION =
+      TF32_CORRECTION<M> * TF32_CORRECTION<M, typename Columns::template Type<T, Stored>>;
+
+  Shared<T, G, PRODUCTS, Columns>& s;
+  const WarpChannels<T, G, PRODUCTS, Columns>& channels;
+  const u32 growing;                           // bit m: block m grows, see the kernel
+  const GradientsWithin (&pair_sums)[BLOCKS];  // set only for blocks that grow
+  const float scale, (&u)[2];                  // u: by octet
+  int half;
+  float decay_to_half[2] = {1.f, 1.f};  // by octet: the product of decays from the chunk's start to this half
+  float half_decays[2][HALF];           // by octet: products of decays over the sub-chunks of this half
+  // By octet, this lane's share of the terms of dg that every gate of the other half has: a state's term of a token has
+  // as factors all decays between the token and the chunk's end (a key with dS) or start (a query with S). So the first
+  // half sums its keys' terms here, for the second half, and the second half its queries', for the first.
+  float other_half[2] = {};
+  GateTerms gate_terms[2];  // by octet
+  // Operands at the half's middle: keys of the half's first block decayed to this border, queries of its second block
+  // decayed from it.
+  HeldLeft<M> border16[2];
+
+  __device__ __forceinline__ void begin(int number) {
+    half = number;
+#pragma unroll
+    for (int subchunk = 0; subchunk < HALF; ++subchunk)
+#pragma unroll
+      for (int octet = 0; octet < 2; ++octet)
+        half_decays[octet][subchunk] = channels.decay_over(HALF * half + subchunk, octet);
+#pragma unroll
+    for (int octet = 0; octet < 2; ++octet) {
+#pragma unroll
+      for (int n = 0; n < HALF; ++n)
+        gate_terms[octet].across[n] = s.pairs.state_terms[octet][threadIdx.x] + other_half[octet];
+      other_half[octet] = 0.f;
+    }
+#pragma unroll
+    for (int in_half = 0; in_half < 2; ++in_half) {  // the number of a block in this half
+      const int m = 2 * half + in_half;
+      float2 y[4];
+      channels.load(y, in_half ? s.q : s.k, m);
+      channels.gates_of_block(m, [&](int p, float2 gates) {
+        const PairDecays<ReadOrder> decays(decays_of(gates));
+        const float between = in_half == 0 && p < 2    ? half_decays[p & 1][1]
+                              : in_half == 1 && p >= 2 ? half_decays[p & 1][2]
+                                                       : 1.f;
+        border16[in_half].set(p, between * (in_half ? decays.start : decays.end) * y[p]);
+      });
+    }
+  }
+
+  __device__ __forceinline__ void load(Tokens& tokens, int in_half) const {
+    const int m = 2 * half + in_half;
+    channels.load(tokens.q, s.q, m);
+    channels.load(tokens.k, s.k, m);
+    channels.gates_of_block(m, [&](int p, float2 gates) {
+      const float2 a = decays_of(gates);
+      const PairDecays<ReadOrder> decays(a);
+      const MiddleFactors<ReadOrder> middle(a);
+      tokens.from_start[p] = decays.start, tokens.to_end[p] = decays.end;
+      tokens.query_factor[p] = middle.queries, tokens.key_factor[p] = middle.keys;
+      tokens.queries.set(p, tokens.query_factor[p] * tokens.q[p]);
+      tokens.keys.set(p, tokens.key_factor[p] * tokens.k[p]);
+      tokens.border8.set(p, p < 2 ? tokens.to_end[p] * tokens.k[p] : tokens.from_start[p] * tokens.q[p]);
+    });
+    if (growing >> m & 1) {  // the products about the middle become 0; pair_sums, of pairs one by one, replace them
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        tokens.query_factor[p] = tokens.key_factor[p] = {1.f, 1.f};
+        tokens.queries.set(p, float2{0.f, 0.f}), tokens.keys.set(p, float2{0.f, 0.f});
+      }
+    }
+  }
+
+  // Stores dq of a block over q, and sets its query_terms; from_S: the sums S do, without decays.
+  __device__ __forceinline__ void finish_queries(Tokens& tokens, int in_half, const Accumulators& from_S) {
+    const int m = 2 * half + in_half;
+    const Stored* dA = s.pairs.dA + 16 * m * LDA;
+    // dA times keys, [16 channels, 16 queries], without the queries' factors: sums over keys of the same sub-chunk,
+    // and over keys at the borders of 8, 16 and 32 tokens.
+    Accumulators over_keys = {}, over_keys16 = {}, over_keys32 = {};
+    float over_keys8[4] = {};
+    // dAs: right operands [16 keys, 8 queries] for the block's first and second sub-chunk of queries. The last
+    // argument of multiply_half: which sub-chunk of keys, 0 or 1, the product sums over.
+    Right<M> dAs[2];
+    load_right<TRANSPOSED>(dAs, dA + 16 * m, LDA);
+    multiply_half(over_keys[0], tokens.keys.left(), dAs[0], 0);
+    multiply_half(over_keys[1], tokens.keys.left(), dAs[1], 1);
+    multiply_half(over_keys8, tokens.border8.left(), dAs[1], 0);
+    if ((growing >> m & 1)) put_pairs(over_keys, pair_sums[m].dq);
+    if (in_half) {
+      load_right<TRANSPOSED>(dAs, dA + 16 * (m - 1), LDA);
+      multiply(over_keys16, border16[0].left(), dAs);
+    }
+#pragma unroll 1
+    for (int other = 0; half && other < BLOCKS / 2; ++other) {
+      load_right<TRANSPOSED>(dAs, dA + 16 * other, LDA);
+      multiply(over_keys32, s.pairs.border32[other][threadIdx.x].left(), dAs);
+    }
+    __syncwarp();  // all lanes have read q of this block, which dq overwrites
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      // The sub-chunk's number in the block, in this half (subchunk) and in the chunk (n).
+      const int octet = p & 1, in_block = p >> 1, subchunk = 2 * in_half + in_block, n = HALF * half + subchunk;
+      const float2 within = lane_tokens(over_keys[in_block], octet),
+                   near_query = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (tokens.queries.get(p) * within);
+      // sum: dq of the lane's two tokens, without the diagonal's term. It starts with the keys of this sub-chunk;
+      // add_part adds the other parts, and adds q times these to `terms`.
+      float2 sum = UNDO_NEAR_SCALE * (tokens.query_factor[p] * within), terms = {0.f, 0.f};
+      // Adds factor * sums, of keys before the half's sub-chunk `border`, to dq and to the terms of dg: the gates
+      // of the sub-chunks from `border` to the one before this one lie between key and query, and so get the terms.
+      // Returns the lane's sum of the terms.
+      const auto add_part = [&](float2 factor, const float (&sums)[4], int border) {
+        const float2 part = factor * lane_tokens(sums, octet), term = tokens.q[p] * part;
+        sum = sum + part, terms = terms + term;
+#pragma unroll
+        for (int to = border; to < subchunk; ++to) gate_terms[octet].across[to] += term.x + term.y;
+        return term.x + term.y;
+      };
+      // The decay from this half's start to the sub-chunk's.
+      const float from_half = product_over(half_decays[octet], 0, subchunk);
+      const float state_term =
+          add_part(STATE_CORRECTION * scale * product_over(half_decays[octet], 0, subchunk, decay_to_half[octet]) *
+                       tokens.from_start[p],
+                   from_S[in_block], 0);
+      if (half) {
+        other_half[octet] += state_term;
+        add_part(from_half * tokens.from_start[p], over_keys32[in_block], 0);
+      }
+      if (in_half)
+        add_part(product_over(half_decays[octet], 2, subchunk) * tokens.from_start[p], over_keys16[in_block], 2);
+      if (in_block) add_part(tokens.from_start[p], over_keys8, subchunk);
+      tokens.query_terms[p] = M::SPLIT ? terms : terms + near_query;
+      tokens.near_query_terms[p] = near_query;
+      channels.put_tokens(s.q, n, octet, sum + u[octet] * channels.diagonal_of(n) * tokens.k[p]);
+    }
+  }
+
+  // Stores dk of a block over k, and sets its gate_terms `within`; from_dS: the sums dS v, without decays.
+  __device__ __forceinline__ void finish_keys(Tokens& tokens, int in_half, const Accumulators& from_dS) {
+    const int m = 2 * half + in_half;
+    const Stored* dA = s.pairs.dA + 16 * m * LDA;
+    // Loaded again, so that the code between needs no registers for it.
+    channels.load(tokens.k, s.k, m);
+    // dA^T times queries, [16 channels, 16 keys], without the keys' factors: sums over queries of the same
+    // sub-chunk, and over queries at the borders of 8, 16 and 32 tokens.
+    Accumulators over_queries = {}, over_queries16 = {}, over_queries32 = {};
+    float over_queries8[4] = {};
+    Right<M> dAs[2];  // right operands [16 queries, 8 keys]
+    load_right<AS_STORED>(dAs, dA + 16 * m, LDA);
+    multiply_half(over_queries[0], tokens.queries.left(), dAs[0], 0);
+    multiply_half(over_queries[1], tokens.queries.left(), dAs[1], 1);
+    multiply_half(over_queries8, tokens.border8.left(), dAs[0], 1);
+    if ((growing >> m & 1)) put_pairs(over_queries, pair_sums[m].dk);
+    if (!in_half) {
+      load_right<AS_STORED>(dAs, dA + 16 * LDA + 16 * m, LDA);
+      multiply(over_queries16, border16[1].left(), dAs);
+    }
+#pragma unroll 1
+    for (int other = BLOCKS / 2; !half && other < BLOCKS; ++other) {
+      load_right<AS_STORED>(dAs, s.pairs.dA + 16 * other * LDA + 16 * m, LDA);
+      multiply(over_queries32, s.pairs.border32[other][threadIdx.x].left(), dAs);
+    }
+    __syncwarp();  // all lanes have read k of this block, which dk overwrites
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const int octet = p & 1, in_block = p >> 1, subchunk = 2 * in_half + in_block, n = HALF * half + subchunk;
+      const float2 within = lane_tokens(over_queries[in_block], octet),
+                   near_key = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (tokens.keys.get(p) * within);
+      // sum: dk of the lane's two tokens, without the diagonal's term. It starts with the queries of this
+      // sub-chunk; add_part adds the other parts, and adds k times these to `terms`.
+      float2 sum = UNDO_NEAR_SCALE * (tokens.key_factor[p] * within), terms = {0.f, 0.f};
+      // Adds factor * sums, of queries from the half's sub-chunk `border` on, to dk and to the terms of dg: the
+      // gates of the sub-chunks after this one and before `border` lie between key and query, and so get the terms.
+      // Returns the lane's sum of the terms.
+      const auto add_part = [&](float2 factor, const float (&sums)[4], int border) {
+        const float2 part = factor * lane_tokens(sums, octet), term = tokens.k[p] * part;
+        sum = sum + part, terms = terms + term;
+#pragma unroll
+        for (int to = subchunk + 1; to < border; ++to) gate_terms[octet].across[to] += term.x + term.y;
+        return term.x + term.y;
+      };
+      // The decay from this sub-chunk's end to the chunk's end, times STATE_CORRECTION.
+      float to_chunk_end = product_over(half_decays[octet], subchunk + 1, HALF, STATE_CORRECTION);
+      if (!half) {
+#pragma unroll
+        for (int later = HALF; later < NUM_SUBCHUNKS; ++later) to_chunk_end *= channels.decay_over(later, octet);
+      }
+      const float state_term = add_part(to_chunk_end * tokens.to_end[p], from_dS[in_block], HALF);
+      if (!half) {
+        other_half[octet] += state_term;
+        add_part(product_over(half_decays[octet], subchunk + 1, HALF) * tokens.to_end[p], over_queries32[in_block],
+                 HALF);
+      }
+      if (!in_half)
+        add_part(product_over(half_decays[octet], subchunk + 1, 2) * tokens.to_end[p], over_queries16[in_block], 2);
+      if (!in_block) add_part(tokens.to_end[p], over_queries8, subchunk + 1);
+      channels.put_tokens(s.k, n, octet, sum + u[octet] * channels.diagonal_of(n) * tokens.q[p]);
+      // The terms of the sub-chunk's keys before this lane's two.
+      const float earlier_keys = four_lane_sums(terms.x + terms.y).before;
+      float2& dg = gate_terms[octet].within[subchunk];
+      if constexpr (M::SPLIT) {
+        const auto recompute = [&] {
+          return UNDO_NEAR_SCALE * gate_terms_one_by_one<ReadOrder>(tokens.q[p], tokens.k[p],
+                                                                    channels.gates_of_pair(m, p),
+                                                                    dA + 8 * in_block * (LDA + 1) + 16 * m);
+        };
+        const float2 near_terms = accurate_terms_from<ReadOrder>(tokens.near_query_terms[p], near_key, recompute);
+        dg = terms_from<ReadOrder>(tokens.query_terms[p], {0.f, 0.f}) + near_terms;
+      } else {
+        dg = terms_from<ReadOrder>(tokens.query_terms[p], near_key);
+      }
+      dg = dg + float2{earlier_keys, terms.x + earlier_keys};
+    }
+  }
+
+  // Sets dg of the half's tokens, by octet and sub-chunk, but for the terms of other_half; moves on to the next half.
+  __device__ __forceinline__ void finish_dg(float2 (&half_dg)[2][HALF]) {
+#pragma unroll
+    for (int octet = 0; octet < 2; ++octet) {
+#pragma unroll
+      for (int n = 0; n < HALF; ++n) {
+        const int m = 2 * half + n / 2;
+        float2 dg = gate_terms[octet].within[n];
+        if (growing >> m & 1) dg = dg + UNDO_NEAR_SCALE * pair_sums[m].dg[n % 2 * 2 + octet];
+        const float across = four_lane_sums(gate_terms[octet].across[n]).all;
+        half_dg[octet][n] = dg + float2{across, across};
+      }
+      decay_to_half[octet] = product_over(half_decays[octet], 0, HALF);
+    }
+  }
+};
+
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), see read_order.cuh. T: the type of q, k, v, do; G: that of g and
 // dg. PRODUCTS: tf32 products for each product of float32, 1 or 3. Columns: whether columns of V have gates, see above.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns>
@@ -442,8 +808,6 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const i64 c = work.c, h = work.h, b = work.b;
   const Span span = work.span;
   const float scale = float(args.scale);
-  // Corrects the truncation of both operands of S do and of dS v.
-  constexpr float STATE_CORRECTION = TF32_CORRECTION<M> * TF32_CORRECTION<M, Value>;
   const bool vectors = args.vectors;
 
   const i64 chunk = (b * heads + h - args.first) * shape.NC + c;                      // among the chunks of this launch
@@ -531,7 +895,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
       for (int x = 0; x < BLOCKS_PER_WARP; ++x) {
         const int block = warp + WARPS * x;
-        if (Columns::gated || block >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
+        if (Columns::gated || block >= DA_BLOCKS) continue;  // the same for the whole warp
         LeftData<M, Value> do_rows;
         RightData<M, Value> v_rows[2];
         load_left<AS_STORED>(do_rows, in.do_ + 16 * row_of(block) * LDV + 16 * step, LDV);
@@ -542,53 +906,16 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     __syncthreads();  // all warps have read this stage, which the next iteration's copies overwrite
   }
   cp_async_wait<0>();
-  if constexpr (Columns::gated) {
-    // Numbers that one copy moves. Pieces above the diagonal become zeros.
-    constexpr int PIECE = 16 / sizeof(Stored);
-    const Stored* dA_from = static_cast<const Stored*>(args.scores) + chunk * (CHUNK * CHUNK);
-#pragma unroll 1
-    for (int index = threadIdx.x * PIECE; index < CHUNK * CHUNK; index += THREADS * PIECE)
-      cp_async<16>(s.pairs.dA + index / CHUNK * LDA + index % CHUNK, dA_from + index, index % CHUNK <= index / CHUNK);
-    if (threadIdx.x < CHUNK) s.pairs.diagonal[threadIdx.x] = args.diagonal[chunk * CHUNK + threadIdx.x];
-    cp_async_commit();
-    cp_async_wait<0>();
-  }
+  if constexpr (Columns::gated) { copy_scores(s.pairs, args, chunk); }
 #pragma unroll
   for (int x = 0; x < BLOCKS_PER_WARP; ++x) {
     const int block = warp + WARPS * x;
-    if (Columns::gated || block >= BLOCKS * (BLOCKS + 1) / 2) continue;
-#pragma unroll
-    for (int right = 0; right < 2; ++right)  // the block's left 8 columns, then its right ones
-#pragma unroll
-      for (int lower = 0; lower < 2; ++lower) {  // its upper 8 rows, then its lower ones
-        const int i = 16 * row_of(block) + lane_channel + 8 * lower,
-                  j = 16 * column_of(block) + 8 * right + 2 * lane_pair;
-        // dA_ij and dA_i(j+1). `exact` undoes the truncation of v and do. Below the diagonal dA is an operand of
-        // products that truncate it and their other operand: `operand` also has the correction of both. The diagonal is
-        // multiplied in float32.
-        const float2 exact = TF32_CORRECTION_OF_BOTH<M, Value> * scale *
-                             float2{dA_blocks[x][right][2 * lower], dA_blocks[x][right][2 * lower + 1]};
-        const float2 operand = TF32_CORRECTION_OF_BOTH<M> * exact;
-        put_pair(s.pairs.dA + i * LDA + j, float2{j < i ? operand.x : 0.f, j + 1 < i ? operand.y : 0.f});
-        if (i == j) s.pairs.diagonal[i] = exact.x;
-        if (i == j + 1) s.pairs.diagonal[i] = exact.y;
-      }
+    if (!Columns::gated && block < DA_BLOCKS) put_dA<M, Value>(s.pairs, dA_blocks[x], block, scale);
   }
   __syncthreads();  // dA is in shared memory, and q, k and g have arrived for all warps
 
-  // From here on a warp needs its own 16 channels only. gates_of_block calls f(p, log gates of this lane's two tokens)
-  // for each index p of block m.
-  const auto gates_of_block = [&](int m, auto f) {
-    float2 gates[4];
-    load_channels(gates, s.g + 16 * m * LD<G, TILE> + warp_channel, LD<G, TILE>);
-#pragma unroll
-    for (int p = 0; p < 4; ++p) f(p, gates[p]);
-  };
-  const auto gates_of_pair = [&](int m, int p) {  // the same for one p
-    const G* gate =
-        s.g + (16 * m + 8 * (p >> 1) + 2 * lane_pair) * LD<G, TILE> + warp_channel + lane_channel + 8 * (p & 1);
-    return float2{to_float(gate[0]), to_float(gate[LD<G, TILE>])};
-  };
+  // From here on a warp needs its own 16 channels only.
+  const WarpChannels<T, G, PRODUCTS, Columns> channels{s, warp_channel, lane_channel, lane_pair};
   float sub_decays[2][NUM_SUBCHUNKS];  // by octet: the product of decays over each sub-chunk
   // Bit m: whether a gate of block m exceeds GROWTH. Then pairs within its sub-chunks are summed one by one, not by way
   // of the sub-chunk's middle. Set for NaN, too, which max_nan keeps.
@@ -596,14 +923,13 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m) {
     float largest = 0.f;
-    gates_of_block(m, [&](int p, float2 gates) {
+    channels.gates_of_block(m, [&](int p, float2 gates) {
       sub_decays[p & 1][2 * m + (p >> 1)] = decay_over_subchunk(gates);
       largest = max_nan(gates.x, max_nan(gates.y, largest));
     });
     if (__any_sync(0xffffffffu, !(largest <= GROWTH))) growing |= 1u << m;
   }
-  const auto grows = [&](int m) { return growing >> m & 1; };  // block m
-  GradientsWithin pair_sums[BLOCKS];                           // set only for blocks that grow
+  GradientsWithin pair_sums[BLOCKS];  // set only for blocks that grow
   if (growing)
     sum_pairs_one_by_one<ReadOrder, M>(pair_sums, s.q + warp_channel, s.k + warp_channel, s.g + warp_channel,
                                        s.pairs.dA, growing);
@@ -612,8 +938,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   for (int m = 0; m < BLOCKS; ++m) {  // border32: keys decayed to the chunk's middle, then queries decayed from it
     float2 x[4];
     HeldLeft<M> operand;
-    load_channels(x, (m < BLOCKS / 2 ? s.k : s.q) + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
-    gates_of_block(m, [&](int p, float2 gates) {
+    channels.load(x, m < BLOCKS / 2 ? s.k : s.q, m);
+    channels.gates_of_block(m, [&](int p, float2 gates) {
       const PairDecays<ReadOrder> decays(decays_of(gates));
       const int n = 2 * m + (p >> 1);
       const float between = m < BLOCKS / 2 ? product_over(sub_decays[p & 1], n + 1, HALF)
@@ -622,13 +948,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     });
     s.pairs.border32[m][threadIdx.x] = operand;
   }
-  // The decay of the lane's channel over sub-chunk n, in shared memory.
-  const auto decay_over = [&](int n, int octet) -> float& {
-    return s.pairs.decays[n][warp_channel + lane_channel + 8 * octet];
-  };
   if (lane_pair == 0) {
 #pragma unroll
-    for (int n = 0; n < NUM_SUBCHUNKS; ++n) decay_over(n, 0) = sub_decays[0][n], decay_over(n, 1) = sub_decays[1][n];
+    for (int n = 0; n < NUM_SUBCHUNKS; ++n)
+      channels.decay_over(n, 0) = sub_decays[0][n], channels.decay_over(n, 1) = sub_decays[1][n];
   }
   __syncwarp();  // one lane in four has written the decays that all four read
 
@@ -642,26 +965,6 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     state_terms[0] = sum.x, state_terms[1] = sum.y;
   }
   s.pairs.state_terms[0][threadIdx.x] = state_terms[0], s.pairs.state_terms[1][threadIdx.x] = state_terms[1];
-  // The numbers of this lane's two tokens in a product [16 channels, 8 tokens], by octet.
-  const auto lane_tokens = [](const float (&d)[4], int octet) { return float2{d[2 * octet], d[2 * octet + 1]}; };
-  // If columns have gates, dA of pairs within a sub-chunk comes times NEAR_SCALE (see Args::scores): sums over such
-  // pairs are multiplied by UNDO_NEAR_SCALE.
-  constexpr float UNDO_NEAR_SCALE = Columns::gated ? 1 / NEAR_SCALE : 1.f;
-  // Sets this lane's accumulators of a product [16 channels, 16 tokens] from numbers by index p.
-  const auto put_pairs = [](Accumulators& d, const float2(&x)[4]) {
-#pragma unroll
-    for (int p = 0; p < 4; ++p) d[p >> 1][2 * (p & 1)] = x[p].x, d[p >> 1][2 * (p & 1) + 1] = x[p].y;
-  };
-  // The diagonal of dA at this lane's two tokens of sub-chunk n.
-  const auto diagonal_of = [&](int n) {
-    return *reinterpret_cast<const float2*>(s.pairs.diagonal + 8 * n + 2 * lane_pair);
-  };
-  // Stores x of this lane's two tokens of sub-chunk n in a tile [64 tokens, 64 channels] of shared memory.
-  const auto put_tokens = [&](auto* tile, int n, int octet, float2 x) {
-    using X = typename Element<decltype(tile)>::type;
-    X* to = tile + (8 * n + 2 * lane_pair) * LD<X, TILE> + warp_channel + lane_channel + 8 * octet;
-    to[0] = from_float<X>(x.x), to[LD<X, TILE>] = from_float<X>(x.y);
-  };
   const i64 channel = tile * TILE + warp_channel + lane_channel;
   float u[2] = {1.f, 1.f};  // by octet: RWKV-6's bonus, 1 for GLA
   if (RWKV6) {
@@ -669,11 +972,11 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll 1
     for (int m = 0; m < BLOCKS; ++m) {
       float2 q[4], k[4];
-      load_channels(q, s.q + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
-      load_channels(k, s.k + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
+      channels.load(q, s.q, m);
+      channels.load(k, s.k, m);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        const float2 terms = diagonal_of(2 * m + (p >> 1)) * q[p] * k[p];
+        const float2 terms = channels.diagonal_of(2 * m + (p >> 1)) * q[p] * k[p];
         du[p & 1] += terms.x + terms.y;
       }
     }
@@ -688,238 +991,25 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   }
 
   // The first half of the chunk, then the second. The indices dq[0], dq[1], dk[0], dk[1] are the half's two blocks: the
-  // end of each iteration moves the other half's numbers there.
-  float decay_to_half[2] = {1.f, 1.f};  // by octet: the product of decays from the chunk's start to this half
-  // By octet, this lane's share of the terms of dg that every gate of the other half has: a state's term of a token has
-  // as factors all decays between the token and the chunk's end (a key with dS) or start (a query with S). So the first
-  // half's iteration sums its keys' terms here, for the second half, and the second half's its queries', for the first.
-  float other_half[2] = {};
-  // dg of the lane's two tokens of each sub-chunk, by octet. half_dg is of the half computed last and first_half_dg of
-  // the one before it: after the loop, of the second half and of the first.
+  // end of each iteration moves the other half's numbers there. first_half_dg, half_dg: dg of the lane's two tokens of
+  // each sub-chunk, by octet, of the half before and of the half computed last.
+  HalfChunk<ReadOrder, T, G, PRODUCTS, Columns> half_chunk{s, channels, growing, pair_sums, scale, u};
   float2 first_half_dg[2][HALF] = {}, half_dg[2][HALF] = {};
 #pragma unroll UNROLLED
   for (int half = 0; half < 2; ++half) {
-    float half_decays[2][HALF];  // by octet: products of decays over the sub-chunks of this half
-#pragma unroll
-    for (int subchunk = 0; subchunk < HALF; ++subchunk)
-#pragma unroll
-      for (int octet = 0; octet < 2; ++octet) half_decays[octet][subchunk] = decay_over(HALF * half + subchunk, octet);
-    GateTerms gate_terms[2];  // by octet
-#pragma unroll
-    for (int octet = 0; octet < 2; ++octet) {
-#pragma unroll
-      for (int n = 0; n < HALF; ++n)
-        gate_terms[octet].across[n] = s.pairs.state_terms[octet][threadIdx.x] + other_half[octet];
-      other_half[octet] = 0.f;
-    }
-    // Operands at the half's middle: keys of the half's first block decayed to this border, queries of its second block
-    // decayed from it.
-    HeldLeft<M> border16[2];
-#pragma unroll
-    for (int in_half = 0; in_half < 2; ++in_half) {  // the number of a block in this half
-      const int m = 2 * half + in_half;
-      float2 y[4];
-      load_channels(y, (in_half ? s.q : s.k) + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
-      gates_of_block(m, [&](int p, float2 gates) {
-        const PairDecays<ReadOrder> decays(decays_of(gates));
-        const float between = in_half == 0 && p < 2    ? half_decays[p & 1][1]
-                              : in_half == 1 && p >= 2 ? half_decays[p & 1][2]
-                                                       : 1.f;
-        border16[in_half].set(p, between * (in_half ? decays.start : decays.end) * y[p]);
-      });
-    }
+    half_chunk.begin(half);
 #pragma unroll
     for (int in_half = 0; in_half < 2; ++in_half) {
-      const int m = 2 * half + in_half;
-      float2 q[4], k[4];
-      load_channels(q, s.q + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
-      load_channels(k, s.k + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
-      // By index p. Decays from the sub-chunk's start to the states that the queries read, and from the keys to its
-      // end; factors of queries and of keys about its middle.
-      float2 from_start[4], to_end[4], query_factor[4], key_factor[4];
-      // Operands: queries and keys times these factors; border8: at the border of the block's two sub-chunks, keys of
-      // the first one decayed to it and queries of the second one decayed from it.
-      HeldLeft<M> queries, keys, border8;
-      gates_of_block(m, [&](int p, float2 gates) {
-        const float2 a = decays_of(gates);
-        const PairDecays<ReadOrder> decays(a);
-        const MiddleFactors<ReadOrder> middle(a);
-        from_start[p] = decays.start, to_end[p] = decays.end;
-        query_factor[p] = middle.queries, key_factor[p] = middle.keys;
-        queries.set(p, query_factor[p] * q[p]);
-        keys.set(p, key_factor[p] * k[p]);
-        border8.set(p, p < 2 ? to_end[p] * k[p] : from_start[p] * q[p]);
-      });
-      if (grows(m)) {  // the products about the middle become 0; pair_sums, of pairs one by one, replace them
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          query_factor[p] = key_factor[p] = {1.f, 1.f};
-          queries.set(p, float2{0.f, 0.f}), keys.set(p, float2{0.f, 0.f});
-        }
-      }
-      const Stored* dA = s.pairs.dA + 16 * m * LDA;
-      // By index p, q times dq without the diagonal's term, in two parts, of which dg is made. near_query_terms: the
-      // part of the keys in the query's own sub-chunk. query_terms: the part of S and of the keys of earlier
-      // sub-chunks, to which near_query_terms is added unless operands are split.
-      float2 query_terms[4], near_query_terms[4];
-      {
-        // dA times keys, [16 channels, 16 queries], without the queries' factors: sums over keys of the same sub-chunk,
-        // and over keys at the borders of 8, 16 and 32 tokens.
-        Accumulators over_keys = {}, over_keys16 = {}, over_keys32 = {};
-        float over_keys8[4] = {};
-        // dAs: right operands [16 keys, 8 queries] for the block's first and second sub-chunk of queries. The last
-        // argument of multiply_half: which sub-chunk of keys, 0 or 1, the product sums over.
-        Right<M> dAs[2];
-        load_right<TRANSPOSED>(dAs, dA + 16 * m, LDA);
-        multiply_half(over_keys[0], keys.left(), dAs[0], 0);
-        multiply_half(over_keys[1], keys.left(), dAs[1], 1);
-        multiply_half(over_keys8, border8.left(), dAs[1], 0);
-        if (grows(m)) put_pairs(over_keys, pair_sums[m].dq);
-        if (in_half) {
-          load_right<TRANSPOSED>(dAs, dA + 16 * (m - 1), LDA);
-          multiply(over_keys16, border16[0].left(), dAs);
-        }
-#pragma unroll 1
-        for (int other = 0; half && other < BLOCKS / 2; ++other) {
-          load_right<TRANSPOSED>(dAs, dA + 16 * other, LDA);
-          multiply(over_keys32, s.pairs.border32[other][threadIdx.x].left(), dAs);
-        }
-        __syncwarp();  // all lanes have read q of this block, which dq overwrites
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          // The sub-chunk's number in the block, in this half (subchunk) and in the chunk (n).
-          const int octet = p & 1, in_block = p >> 1, subchunk = 2 * in_half + in_block, n = HALF * half + subchunk;
-          const float2 within = lane_tokens(over_keys[in_block], octet),
-                       near_query = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (queries.get(p) * within);
-          // sum: dq of the lane's two tokens, without the diagonal's term. It starts with the keys of this sub-chunk;
-          // add_part adds the other parts, and adds q times these to `terms`.
-          float2 sum = UNDO_NEAR_SCALE * (query_factor[p] * within), terms = {0.f, 0.f};
-          // Adds factor * sums, of keys before the half's sub-chunk `border`, to dq and to the terms of dg: the gates
-          // of the sub-chunks from `border` to the one before this one lie between key and query, and so get the terms.
-          // Returns the lane's sum of the terms.
-          const auto add_part = [&](float2 factor, const float (&sums)[4], int border) {
-            const float2 part = factor * lane_tokens(sums, octet), term = q[p] * part;
-            sum = sum + part, terms = terms + term;
-#pragma unroll
-            for (int to = border; to < subchunk; ++to) gate_terms[octet].across[to] += term.x + term.y;
-            return term.x + term.y;
-          };
-          // The decay from this half's start to the sub-chunk's.
-          const float from_half = product_over(half_decays[octet], 0, subchunk);
-          const float state_term =
-              add_part(STATE_CORRECTION * scale * product_over(half_decays[octet], 0, subchunk, decay_to_half[octet]) *
-                           from_start[p],
-                       dq[in_half][in_block], 0);
-          if (half) {
-            other_half[octet] += state_term;
-            add_part(from_half * from_start[p], over_keys32[in_block], 0);
-          }
-          if (in_half)
-            add_part(product_over(half_decays[octet], 2, subchunk) * from_start[p], over_keys16[in_block], 2);
-          if (in_block) add_part(from_start[p], over_keys8, subchunk);
-          query_terms[p] = M::SPLIT ? terms : terms + near_query;
-          near_query_terms[p] = near_query;
-          put_tokens(s.q, n, octet, sum + u[octet] * diagonal_of(n) * k[p]);
-        }
-      }
-      {
-        // Loaded again, so that the code between needs no registers for it.
-        load_channels(k, s.k + 16 * m * LD<T, TILE> + warp_channel, LD<T, TILE>);
-        // dA^T times queries, [16 channels, 16 keys], without the keys' factors: sums over queries of the same
-        // sub-chunk, and over queries at the borders of 8, 16 and 32 tokens.
-        Accumulators over_queries = {}, over_queries16 = {}, over_queries32 = {};
-        float over_queries8[4] = {};
-        Right<M> dAs[2];  // right operands [16 queries, 8 keys]
-        load_right<AS_STORED>(dAs, dA + 16 * m, LDA);
-        multiply_half(over_queries[0], queries.left(), dAs[0], 0);
-        multiply_half(over_queries[1], queries.left(), dAs[1], 1);
-        multiply_half(over_queries8, border8.left(), dAs[0], 1);
-        if (grows(m)) put_pairs(over_queries, pair_sums[m].dk);
-        if (!in_half) {
-          load_right<AS_STORED>(dAs, dA + 16 * LDA + 16 * m, LDA);
-          multiply(over_queries16, border16[1].left(), dAs);
-        }
-#pragma unroll 1
-        for (int other = BLOCKS / 2; !half && other < BLOCKS; ++other) {
-          load_right<AS_STORED>(dAs, s.pairs.dA + 16 * other * LDA + 16 * m, LDA);
-          multiply(over_queries32, s.pairs.border32[other][threadIdx.x].left(), dAs);
-        }
-        __syncwarp();  // all lanes have read k of this block, which dk overwrites
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          const int octet = p & 1, in_block = p >> 1, subchunk = 2 * in_half + in_block, n = HALF * half + subchunk;
-          const float2 within = lane_tokens(over_queries[in_block], octet),
-                       near_key = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (keys.get(p) * within);
-          // sum: dk of the lane's two tokens, without the diagonal's term. It starts with the queries of this
-          // sub-chunk; add_part adds the other parts, and adds k times these to `terms`.
-          float2 sum = UNDO_NEAR_SCALE * (key_factor[p] * within), terms = {0.f, 0.f};
-          // Adds factor * sums, of queries from the half's sub-chunk `border` on, to dk and to the terms of dg: the
-          // gates of the sub-chunks after this one and before `border` lie between key and query, and so get the terms.
-          // Returns the lane's sum of the terms.
-          const auto add_part = [&](float2 factor, const float (&sums)[4], int border) {
-            const float2 part = factor * lane_tokens(sums, octet), term = k[p] * part;
-            sum = sum + part, terms = terms + term;
-#pragma unroll
-            for (int to = subchunk + 1; to < border; ++to) gate_terms[octet].across[to] += term.x + term.y;
-            return term.x + term.y;
-          };
-          // The decay from this sub-chunk's end to the chunk's end, times STATE_CORRECTION.
-          float to_chunk_end = product_over(half_decays[octet], subchunk + 1, HALF, STATE_CORRECTION);
-          if (!half) {
-#pragma unroll
-            for (int later = HALF; later < NUM_SUBCHUNKS; ++later) to_chunk_end *= decay_over(later, octet);
-          }
-          const float state_term = add_part(to_chunk_end * to_end[p], dk[in_half][in_block], HALF);
-          if (!half) {
-            other_half[octet] += state_term;
-            add_part(product_over(half_decays[octet], subchunk + 1, HALF) * to_end[p], over_queries32[in_block], HALF);
-          }
-          if (!in_half)
-            add_part(product_over(half_decays[octet], subchunk + 1, 2) * to_end[p], over_queries16[in_block], 2);
-          if (!in_block) add_part(to_end[p], over_queries8, subchunk + 1);
-          put_tokens(s.k, n, octet, sum + u[octet] * diagonal_of(n) * q[p]);
-          // For each t of this lane's two tokens: the sum of query_terms over the queries i >= t (RWKV-6: i > t) of the
-          // sub-chunk, less the sum of key_terms over its keys j >= t.
-          const auto terms_from = [](float2 query_terms, float2 key_terms) -> float2 {
-            const float2 difference = query_terms + -1.f * key_terms;
-            const float later_lanes = four_lane_sums(difference.x + difference.y).after;
-            if (RWKV6) return {difference.y + later_lanes - key_terms.x, later_lanes - key_terms.y};
-            return {difference.x + difference.y + later_lanes, difference.y + later_lanes};
-          };
-          // The terms of the sub-chunk's keys before this lane's two.
-          const float earlier_keys = four_lane_sums(terms.x + terms.y).before;
-          float2& dg = gate_terms[octet].within[subchunk];
-          if constexpr (M::SPLIT) {
-            float2 near_terms = terms_from(near_query_terms[p], near_key);
-            const float2 magnitude = terms_from(absolute(near_query_terms[p]), -1.f * absolute(near_key));
-            const bool cancelled_x = fabsf(near_terms.x) < CANCELLED_SHARE * magnitude.x;
-            const bool cancelled_y = fabsf(near_terms.y) < CANCELLED_SHARE * magnitude.y;
-            if (__any_sync(0xffffffffu, cancelled_x || cancelled_y)) {
-              const float2 recomputed =
-                  UNDO_NEAR_SCALE * gate_terms_one_by_one<ReadOrder>(q[p], k[p], gates_of_pair(m, p),
-                                                                     dA + 8 * in_block * (LDA + 1) + 16 * m);
-              if (cancelled_x) near_terms.x = recomputed.x;
-              if (cancelled_y) near_terms.y = recomputed.y;
-            }
-            dg = terms_from(query_terms[p], {0.f, 0.f}) + near_terms;
-          } else {
-            dg = terms_from(query_terms[p], near_key);
-          }
-          dg = dg + float2{earlier_keys, terms.x + earlier_keys};
-        }
-      }
+      TokenBlock<M> tokens;
+      half_chunk.load(tokens, in_half);
+      half_chunk.finish_queries(tokens, in_half, dq[in_half]);
+      half_chunk.finish_keys(tokens, in_half, dk[in_half]);
     }
 #pragma unroll
-    for (int octet = 0; octet < 2; ++octet) {
+    for (int octet = 0; octet < 2; ++octet)
 #pragma unroll
-      for (int n = 0; n < HALF; ++n) {
-        float2 dg = gate_terms[octet].within[n];
-        if (grows(2 * half + n / 2)) dg = dg + UNDO_NEAR_SCALE * pair_sums[2 * half + n / 2].dg[n % 2 * 2 + octet];
-        const float across = four_lane_sums(gate_terms[octet].across[n]).all;
-        first_half_dg[octet][n] = half_dg[octet][n], half_dg[octet][n] = dg + float2{across, across};
-      }
-      decay_to_half[octet] = product_over(half_decays[octet], 0, HALF);
-    }
+      for (int n = 0; n < HALF; ++n) first_half_dg[octet][n] = half_dg[octet][n];
+    half_chunk.finish_dg(half_dg);
 #pragma unroll
     for (int in_half = 0; in_half < BLOCKS / 2; ++in_half) {
 #pragma unroll
@@ -936,11 +1026,11 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
   for (int octet = 0; octet < 2; ++octet) {
     // The second half's queries with S: every gate of the first half has these terms.
-    const float from_second_half = four_lane_sums(other_half[octet]).all;
+    const float from_second_half = four_lane_sums(half_chunk.other_half[octet]).all;
 #pragma unroll
     for (int n = 0; n < HALF; ++n) {
-      put_tokens(s.g, n, octet, first_half_dg[octet][n] + float2{from_second_half, from_second_half});
-      put_tokens(s.g, HALF + n, octet, half_dg[octet][n]);
+      channels.put_tokens(s.g, n, octet, first_half_dg[octet][n] + float2{from_second_half, from_second_half});
+      channels.put_tokens(s.g, HALF + n, octet, half_dg[octet][n]);
     }
   }
   __syncthreads();  // dq, dk and dg are in shared memory, written by all warps
