@@ -28,7 +28,8 @@
 //           grows by more than 60 nats over a run of tokens, the excess is taken from the gates of all channels and
 //           added to those of all columns, or the other way round: neither decay is infinite where their product is not
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    sequences of at most 16 tokens; any K and V, with gv at most 2,560
+// limits    sequences of at most 16 tokens; any K and V, with gv at most 2,560 (MOST_GATED)
+// tests     test_short_sequences; with gv test_value_gate
 #include "lanes.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
@@ -37,8 +38,11 @@
 constexpr int TOKENS = 16, THREADS = 128, WARPS = THREADS / 32;
 constexpr float MOST_GROWTH = 60.f;  // nats; where channels and columns both grow by more, states are beyond float32
 constexpr int COLUMNS = 32;          // of a state that are in shared memory at a time
-constexpr int ROW = TOKENS + 4;  // numbers from one channel's or column's tokens to the next's: 8 lanes that read 16
-                                 // bytes each are in different banks
+// Numbers from one channel's or column's tokens to the next's: 8 lanes that read 16 bytes each are in different banks.
+constexpr int ROW = TOKENS + 4;
+constexpr int MOST_GATED = THREADS * ROW;  // channels, or columns, for whose runs limit_growth has room in `queries`
+static_assert(THREADS >= TOKENS && THREADS % COLUMNS == 0,
+              "a thread sets each shift, and threads share columns evenly");
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k, v, do_;
@@ -52,8 +56,6 @@ template <typename T, typename G> struct Args {
   StridedRows<const G> gv;  // this and dgv: null unless GATED
   StridedRows<G> dgv;
 };
-
-constexpr int MOST_GATED = THREADS * ROW;  // channels, or columns, for whose runs limit_growth has room in `queries`
 
 struct alignas(16) Shared {
   float queries[THREADS * ROW];        // [128 channels, 16 tokens]: scale E_t0 q_t; before, scale S_0 do_t
@@ -95,6 +97,14 @@ template <class F> __device__ __forceinline__ void each_four(const float* number
 #pragma unroll
   for (int i = 0; i < TOKENS; i += 4)
     if (i < tokens) f(i, *reinterpret_cast<const float4*>(numbers + i));
+}
+
+// x[t ... t + 3] += factor times four numbers.
+__device__ __forceinline__ void add_four(float (&x)[TOKENS], int t, float factor, float4 four) {
+  x[t] = fmaf(factor, four.x, x[t]);
+  x[t + 1] = fmaf(factor, four.y, x[t + 1]);
+  x[t + 2] = fmaf(factor, four.z, x[t + 2]);
+  x[t + 3] = fmaf(factor, four.w, x[t + 3]);
 }
 
 // The largest x of the warp, in every lane.
@@ -173,12 +183,7 @@ __device__ __forceinline__ void multiply_state(Shared& s, float (&x)[TOKENS], i6
 #pragma unroll 4
     for (int c = 0; c < COLUMNS; ++c) {
       const float S = s.state[threadIdx.x][c];
-      each_four(s.rows + c * ROW, tokens, [&](int t, float4 r) {
-        x[t] = fmaf(S, r.x, x[t]);
-        x[t + 1] = fmaf(S, r.y, x[t + 1]);
-        x[t + 2] = fmaf(S, r.z, x[t + 2]);
-        x[t + 3] = fmaf(S, r.w, x[t + 3]);
-      });
+      each_four(s.rows + c * ROW, tokens, [&](int t, float4 row) { add_four(x, t, S, row); });
     }
   }
 }
@@ -415,20 +420,10 @@ __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(c
             float dS_0 = s.decays[c] * dS;
             from_states = fmaf(S, dS_0, from_states);
             dS_0 *= all;
-            each_four(s.keys + c * ROW, tokens, [&](int t, float4 x) {
-              from_final[t] = fmaf(x.x, dS, from_final[t]);
-              from_final[t + 1] = fmaf(x.y, dS, from_final[t + 1]);
-              from_final[t + 2] = fmaf(x.z, dS, from_final[t + 2]);
-              from_final[t + 3] = fmaf(x.w, dS, from_final[t + 3]);
-            });
+            each_four(s.keys + c * ROW, tokens, [&](int t, float4 keys) { add_four(from_final, t, dS, keys); });
             if (args.dh0 || reads_initial)
               each_four(s.queries + c * ROW, tokens, [&](int t, float4 x) {
-                if (GATED) {
-                  from_initial[t] = fmaf(x.x, S, from_initial[t]);
-                  from_initial[t + 1] = fmaf(x.y, S, from_initial[t + 1]);
-                  from_initial[t + 2] = fmaf(x.z, S, from_initial[t + 2]);
-                  from_initial[t + 3] = fmaf(x.w, S, from_initial[t + 3]);
-                }
+                if (GATED) add_four(from_initial, t, S, x);
                 const float low = fmaf(x.x, from_start[t], x.y * from_start[t + 1]);
                 dS_0 += low + fmaf(x.z, from_start[t + 2], x.w * from_start[t + 3]);
               });
