@@ -19,6 +19,7 @@
 //           warp's two sub-chunks are computed one by one, without a middle
 // source    Yang et al., 2024, section 4.3 (secondary chunking)
 // limits    K <= BK; BK of 64, 128, 256; C a multiple of 16
+// tests     test_stages, its case "positive" for pairs one by one
 #include "read_order.cuh"
 #include "decays.cuh"
 #include "gated/forward_tiles.cuh"
@@ -204,6 +205,30 @@ template <typename T, typename G> struct WarpTokens {
   int rows, channels;
 };
 
+// Replaces, in a lane's scores `within`, those of pairs in one sub-chunk by sums over single pairs without the
+// sub-chunk's middle. score_of_pair (growth.cuh) reads q, k and g in memory, and returns one pair's score to each of
+// lanes 0 to 27, float32 sums.
+template <class ReadOrder, typename T, typename G>
+__device__ __forceinline__ void score_pairs_one_by_one(float (&within)[2][4], const WarpTokens<T, G>& from,
+                                                       const Args<T, G>& args) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll 1
+  for (int sub_chunk = 0; sub_chunk < 2; ++sub_chunk) {
+    const int first = SUB_CHUNK * sub_chunk;
+    const float score =
+        score_of_pair<ReadOrder>(from.q + first * args.q.token_stride, from.k + first * args.k.token_stride,
+                                 from.g + first * args.g.token_stride, args.q.token_stride, args.k.token_stride,
+                                 args.g.token_stride, from.rows - first, from.channels);
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      // Lane i (i - 1) / 2 + j has the score of the sub-chunk's query i with its earlier key j.
+      const float x = __shfl_sync(0xffffffffu, score, g * (g - 1) / 2 + 2 * t + p);
+      within[0][p] = sub_chunk == 0 ? x : within[0][p];
+      within[1][2 + p] = sub_chunk == 1 ? x : within[1][2 + p];
+    }
+  }
+}
+
 // Sets `within`, which is zero, to a lane's scores of the warp's 16 queries with its 16 keys: within[n][0] and [1] are
 // those of query g with keys 8n + 2t and the next, [2] and [3] those of query g + 8. Stores in q the queries, decayed
 // from the start of these tokens, in k the keys, decayed to their end, and in `keys_decay` the decay over these tokens.
@@ -240,31 +265,28 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
       }
     }
 
+    // Calls f(16 queries, 16 keys as two operands), as they are stored, for each 16 of these channels.
+    const auto each_16_channels = [&](auto f) {
+#pragma unroll 2
+      for (int c = slice; c < slice + 32 * W; c += 16) {
+        Pairs<SPLIT, float, 4> left;
+        Pairs<SPLIT, float, 2> right[2];
+        load_rounded<AS_STORED>(left, q + c, ROW<BK>);
+        load_rounded<TRANSPOSED>(right, k + c, ROW<BK>);
+        f(left, right);
+      }
+    };
     decay_about_middles<ReadOrder, BK>(q + channel, k + channel, queries, keys, a);
     __syncwarp();  // queries and keys are stored
     // All 16 queries with all 16 keys about the middles. Only pairs in one sub-chunk are right: within[0][0, 1] and
     // within[1][2, 3]. The end of this function replaces the other numbers.
-#pragma unroll 2
-    for (int c = slice; c < slice + 32 * W; c += 16) {
-      Pairs<SPLIT, float, 4> left;
-      Pairs<SPLIT, float, 2> right[2];
-      load_rounded<AS_STORED>(left, q + c, ROW<BK>);
-      load_rounded<TRANSPOSED>(right, k + c, ROW<BK>);
-      multiply(within, left, right);
-    }
+    each_16_channels([&](auto& queries, auto& keys) { multiply(within, queries, keys); });
     __syncwarp();                                  // they have been read
     float sub_chunk_decays[2][W], first_decay[W];  // first_decay: an output that is not used: sub_chunk_decays[0] again
     decay_from_starts<ReadOrder, BK>(q + channel, queries, a, sub_chunk_decays);
     decay_to_ends<SUB_CHUNK, BK>(k + channel, keys, a, first_decay);
     __syncwarp();  // queries and keys for the border after 8 tokens are stored
-#pragma unroll 2
-    for (int c = slice; c < slice + 32 * W; c += 16) {
-      Pairs<SPLIT, float, 4> left;
-      Pairs<SPLIT, float, 2> right[2];
-      load_rounded<AS_STORED>(left, q + c, ROW<BK>);
-      load_rounded<TRANSPOSED>(right, k + c, ROW<BK>);
-      multiply(border_scores, left, right[0]);
-    }
+    each_16_channels([&](auto& queries, auto& keys) { multiply(border_scores, queries, keys[0]); });
     __syncwarp();  // they have been read
     // From borders of sub-chunks to borders of the 16 tokens: the second sub-chunk's queries, the first one's keys.
     multiply_sub_chunk<BK>(q + SUB_CHUNK * ROW<BK> + channel, sub_chunk_decays[0]);
@@ -274,25 +296,7 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
     for (int c = 0; c < W; ++c) both[c] = sub_chunk_decays[0][c] * sub_chunk_decays[1][c];
     put(keys_decay + channel, both);
   }
-  if (__any_sync(0xffffffffu, grows)) {
-    // Scores of pairs in a sub-chunk without its middle. score_of_pair (growth.cuh) reads q, k and g in memory, and
-    // returns one pair's score to each of lanes 0 to 27, float32 sums.
-#pragma unroll 1
-    for (int sub_chunk = 0; sub_chunk < 2; ++sub_chunk) {
-      const int first = SUB_CHUNK * sub_chunk;
-      const float score =
-          score_of_pair<ReadOrder>(from.q + first * args.q.token_stride, from.k + first * args.k.token_stride,
-                                   from.g + first * args.g.token_stride, args.q.token_stride, args.k.token_stride,
-                                   args.g.token_stride, from.rows - first, from.channels);
-#pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        // Lane i (i - 1) / 2 + j has the score of the sub-chunk's query i with its earlier key j.
-        const float x = __shfl_sync(0xffffffffu, score, g * (g - 1) / 2 + 2 * t + p);
-        within[0][p] = sub_chunk == 0 ? x : within[0][p];
-        within[1][2 + p] = sub_chunk == 1 ? x : within[1][2 + p];
-      }
-    }
-  }
+  if (__any_sync(0xffffffffu, grows)) score_pairs_one_by_one<ReadOrder>(within, from, args);
   // Lane l gets the score of token l % 16 with itself: the sum over the 16 lanes of its half of the warp, then over
   // both.
   float sum = sum_each<WARP_ROWS / 2>(self_scores);
