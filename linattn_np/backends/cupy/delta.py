@@ -36,6 +36,7 @@ from .delta_segments import (
     chunk_kernels,
     gate_dtype,
     launch_by_token,
+    rows_of,
     rule_of,
     shape_of_F,
 )
@@ -82,11 +83,6 @@ def last_kernel(problem):
     if rule_of(problem.op) == GATED_DELTA:
         return DeltaBackwardChunks(*instance, channels(problem.sizes["K"]))
     return (DplrBackwardChunks if rule_of(problem.op) == DPLR else KdaBackwardChunks)(*instance)
-
-
-def rows_of(problem) -> list:
-    """The arrays of a call with a row of channels or columns for each token."""
-    return [x for name, x in problem.arrays.items() if problem.op.arrays[name].split()[-1] in "KV"]
 
 
 def needs_copies(problem, device, gradient=False) -> bool:

@@ -17,7 +17,7 @@ from ...declarations import DELTA_RULE, GATED_DELTA_RULE
 from .arguments import members
 from .arithmetic import ceil_div
 from .delta_kernels import sum_parts
-from .delta_segments import CutInChunks, SegmentCut, join_segments, memory_of_segments
+from .delta_segments import CutInChunks, SegmentCut, join_segments, join_time, memory_of_segments
 from .gated_kernels import PANEL, TILES
 from .kernel import DOUBLE, HopperKernel
 from .plan import FLOAT32, Draft, TensorMap, mappable
@@ -125,12 +125,13 @@ class ScalarCut(SegmentCut):
 
     A segment *forgets* if its gates let nothing remain of the state before it. It is then summarised by a walk over its
     last tokens alone. Only the card sees the gates: with gates, the estimated time is the mean of two, if all segments
-    forget and if none does. Times are in microseconds, fitted to an H200 except those of a launch and a join.
+    forget and if none does. Times are in microseconds, fitted to an H200 except that of a launch.
     """
 
     CHUNK_TIMES, TWO_CHUNKS_TIME = {64: 1.45, 128: 1.7}, 1.85  # by BV; for two blocks that share a multiprocessor
     SUMMARY_TIMES, TWO_SUMMARIES_TIME = {64: 0.85, 128: 1.0}, 1.2  # the same of a chunk of a summary
-    LAUNCH_TIME, SEGMENT_TIME = 8.0, 3.0  # of a launch; to join a segment
+    LAUNCH_TIME = 8.0  # of a launch
+    START_CHUNKS = 2  # a walk's first copies and last stores take as long as so many chunks
     LAST_CHUNKS = 32  # that are summarised of a segment that forgets, with the gates of trained models
     WORTH = 0.95  # sequences are cut if that takes less than this part of the time
 
@@ -167,12 +168,16 @@ class ScalarCut(SegmentCut):
         kernel = self.kernel(DeltaScalarForwardSm90, segments)
         tiles = segments * kernel.grid(self.problem.sizes["V"])
         of_chunk = self.chunk_time(kernel, tiles, self.CHUNK_TIMES, self.TWO_CHUNKS_TIME)
-        return self.LAUNCH_TIME + ceil_div(self.chunks, segments) * of_chunk
+        return self.LAUNCH_TIME + self.chunks_of_walk(segments) * of_chunk
+
+    def chunks_of_walk(self, segments) -> int:
+        """The chunks of a segment, and those that its start is worth."""
+        return ceil_div(self.chunks, segments) + self.START_CHUNKS
 
     def summary_time(self, segments, of_all, of_values) -> float:
         """An estimate for the walks that summarise so many segments. of_all, of_values: a chunk's time if F and G are
         computed, as no segment forgets, and if G alone is, as all forget."""
-        chunks = ceil_div(self.chunks, segments)
+        chunks = self.chunks_of_walk(segments)
         times = [chunks * of_all]
         if self.problem.op.decays:
             times.append(min(chunks, self.LAST_CHUNKS) * of_values)
@@ -190,8 +195,9 @@ class ScalarCut(SegmentCut):
             self.chunk_time(summary, tiles, self.SUMMARY_TIMES, self.TWO_SUMMARIES_TIME)
             for tiles in (tiles_of_G, tiles_of_G + tiles_of_F)
         )
-        joining = self.LAUNCH_TIME + (segments - 2) * self.SEGMENT_TIME if segments > 2 else 0.0
-        return outputs + self.summary_time(segments, of_all, of_values) + joining
+        joining = join_time(segments, K) / (2 if self.problem.op.decays else 1)  # none if all segments forget
+        launch = self.LAUNCH_TIME if segments > 2 else 0.0
+        return outputs + self.summary_time(segments, of_all, of_values) + joining + launch
 
 
 class ScalarOnHopper:
@@ -332,7 +338,7 @@ class ScalarGradientCut(ScalarCut):
         """An estimate for the first walk, cut into so many segments, and for what summarises these."""
         V, of_one = self.problem.sizes["V"], self.kernel(DeltaScalarBackwardStatesSm90, segments)
         of_chunk = self.chunk_time(of_one, segments * of_one.grid(V), self.FIRST_TIMES, self.TWO_FIRST_TIME)
-        time = self.LAUNCH_TIME + ceil_div(self.chunks, segments) * of_chunk
+        time = self.LAUNCH_TIME + self.chunks_of_walk(segments) * of_chunk
         if segments == 1:
             return time
         summary, times = (
@@ -344,7 +350,7 @@ class ScalarGradientCut(ScalarCut):
 
     def outputs_time(self, segments):
         waves = ceil_div(self.problem.sizes["N"] * self.problem.sizes["H"] * segments, self.device.multiprocessors)
-        of_second = self.LAUNCH_TIME + ceil_div(self.chunks, segments) * waves * self.SECOND_TIME
+        of_second = self.LAUNCH_TIME + self.chunks_of_walk(segments) * waves * self.SECOND_TIME
         return min(self.first_time(1), self.first_time(segments)) + of_second
 
 

@@ -31,7 +31,7 @@ from .delta_kernels import (
     DeltaSmallForward,
 )
 from .gated_kernels import SMALL_SIZES, TILES, channels
-from .plan import FLOAT32
+from .plan import FLOAT32, common_bytes
 
 
 def chunk_kernels(problem, device, gradient, segments=1):
@@ -72,6 +72,11 @@ def gate_dtype(problem):
     return dtypes.pop() if len(dtypes) == 1 else FLOAT32
 
 
+def rows_of(problem) -> list:
+    """The arrays of a call with a row of channels or columns for each token."""
+    return [x for name, x in problem.arrays.items() if problem.op.arrays[name].split()[-1] in "KV"]
+
+
 class SegmentCut:
     """The base of both cuts. Subclasses set `problem`, and `segments`: how many a sequence is cut into."""
 
@@ -90,11 +95,15 @@ class CutInChunks(SegmentCut):
     that each of these walks in one direction. Times are in microseconds, fitted to an H200."""
 
     PREPARE_TIME = 4.3  # to prepare a chunk, on one multiprocessor, if the channels of a token share a gate
-    CHUNK_TIME, TWO_CHUNKS_TIME = 1.0, 1.3  # of a chunk of 64 columns; of two at the same time on one multiprocessor
-    SEGMENT_TIME, LAUNCHES_TIME = 9.0, 12.0  # to join a segment; of the two launches that a cut adds
+    # Of a chunk of 64 columns, and of two at the same time on one multiprocessor: of walks with outputs, by whether
+    # they compute gradients; and of walks without outputs.
+    CHUNK_TIMES, SUMMARY_TIMES = {False: (1.0, 1.5), True: (1.4, 2.5)}, (0.7, 1.1)
+    SINGLE = 2.5  # chunks of float32 take so many times as long
+    START_CHUNKS = 3  # a walk's first loads and last stores take as long as so many chunks
+    LAUNCHES_TIME = 12.0  # of the two launches that a cut adds
 
     def __init__(self, problem, device, gradient=False, kept=False):
-        self.problem, self.device = problem, device
+        self.problem, self.device, self.gradient = problem, device, gradient
         self.prepare, self.walk = chunk_kernels(problem, device, gradient)  # of `walk`, `time` needs no field
         self.directions = 1 if kept else self.walk.directions  # of the walks of a launch
         self.chunks = ceil_div(int(problem.spans.lengths.max(initial=0)), self.walk.CHUNK)
@@ -105,17 +114,20 @@ class CutInChunks(SegmentCut):
         """An estimate for the walks of a pass that is cut into so many segments."""
         N, H, K, V = self.problem.shape("N H K V")
         tiles_of_F, tiles_of_V = ceil_div(K, TILES[0]), self.directions * ceil_div(V, TILES[0])
+        of_dtype = self.SINGLE if self.problem.dtype == FLOAT32 else 1
 
-        def walk_time(tiles):
-            """Of a walk of so many tiles of 64 columns per sequence and head."""
+        def walk_time(tiles, times):
+            """Of a walk of so many tiles of 64 columns per sequence and head. times: such as SUMMARY_TIMES."""
+            alone, two = times
             pairs, single = divmod(ceil_div(N * H * tiles, self.device.multiprocessors), 2)
-            return ceil_div(self.chunks, segments) * (pairs * self.TWO_CHUNKS_TIME + single * self.CHUNK_TIME)
+            of_chunk = pairs * two + single * alone
+            return (self.START_CHUNKS + ceil_div(self.chunks, segments)) * of_chunk * of_dtype
 
+        outputs = walk_time(segments * tiles_of_V, self.CHUNK_TIMES[self.gradient])
         if segments == 1:
-            return walk_time(tiles_of_V)
-        first_walk = walk_time((segments - 1) * tiles_of_V + (segments - 2) * tiles_of_F)
-        joining = (segments - 2) * self.SEGMENT_TIME + self.LAUNCHES_TIME
-        return walk_time(segments * tiles_of_V) + first_walk + joining
+            return outputs
+        first_walk = walk_time((segments - 1) * tiles_of_V + (segments - 2) * tiles_of_F, self.SUMMARY_TIMES)
+        return outputs + first_walk + join_time(segments, K) + self.LAUNCHES_TIME
 
     def walk_of(self, direction):
         """The walk for gradients in one direction."""
@@ -179,6 +191,11 @@ def join_segments(draft, F, starts, P, forgets=None, backwards=False):
     draft.launch(join, blocks, F=F, starts=starts, forgets=forgets, **sizes, backwards=backwards)
 
 
+def join_time(segments, K) -> float:
+    """An estimate, in microseconds on an H200, for joining so many segments whose states have K channels."""
+    return (segments - 2) * (0.4 + K * K * 2.5e-4)
+
+
 class CutByToken(SegmentCut):
     """How walks token by token over some heads of a call are cut.
 
@@ -194,7 +211,7 @@ class CutByToken(SegmentCut):
 
     FORWARD_TIMES = {1: (0.16, 0.08), 2: (0.2, 0.13), 4: (0.3, 0.22)}  # by columns of a lane
     BACKWARD_TIMES, SUMMARY_TIMES = (0.6, 0.35), (0.3, 0.15)  # of the backward walk; of the walk for G' alone
-    SEGMENT_TIME, CHANNEL_TIME, LAUNCHES_TIME = 1.5, 0.03, 15.0  # to join a segment; more for each channel; launches
+    LAUNCHES_TIME = 15.0  # of the launches that a cut adds
     SHORTEST = 32  # tokens of a segment; it also has at least as many tokens as a state has channels
     MOST = 128  # segments
     WORTH = 0.7  # sequences are cut if that takes less than this part of the time
@@ -231,8 +248,7 @@ class CutByToken(SegmentCut):
         of_token += token_time(self.FORWARD_TIMES[forward.columns], (P - 1) * tiles_of_V + (P - 2) * tiles_of_F)
         if self.backward:
             of_token += token_time(self.SUMMARY_TIMES, (P - 1) * backward_tiles)
-        joining = self.LAUNCHES_TIME + (P - 2) * (self.SEGMENT_TIME + self.CHANNEL_TIME * K)
-        return ceil_div(self.longest, P) * of_token + joining
+        return ceil_div(self.longest, P) * of_token + join_time(P, K) + self.LAUNCHES_TIME
 
     def shape(self, draft):
         tokens = self.backward and self.backward.TOKENS  # between stored states
@@ -259,8 +275,8 @@ class CutOfSmallHeads(SegmentCut):
 
     TOKEN_TIMES = {8: (0.075, 0.019), 16: (0.115, 0.021)}  # of a rule with one write
     TWO_WRITES = 1.6  # times as long if a token writes twice, as in RWKV-7
+    IN_WORDS = 2.0  # times as long alone if rows are no whole pieces of 16 bytes, and are not copied to such
     LAUNCH_TIME, LAUNCHES_TIME = 8.0, 15.0  # of a walk; of the two launches that a cut adds
-    SEGMENT_TIME = 3.0  # to join a segment
     SHORTEST, MOST = 64, 256  # tokens of a segment; segments
 
     def __init__(self, problem, device):
@@ -275,6 +291,8 @@ class CutOfSmallHeads(SegmentCut):
         """An estimate for a call whose sequences are cut into so many segments."""
         N, H = self.problem.shape("N H")
         alone, one_of_many = self.TOKEN_TIMES[self.kernel.D]
+        if common_bytes(*rows_of(self.problem)) in (4, 8):
+            alone *= self.IN_WORDS
 
         def token_time(states):
             """Of a walk of so many states of each sequence's head."""
@@ -284,7 +302,8 @@ class CutOfSmallHeads(SegmentCut):
         if segments == 1:
             return self.longest * token_time(1) + self.LAUNCH_TIME
         tokens_time = ceil_div(self.longest, segments) * (token_time(segments) + token_time(2 * segments))
-        return tokens_time + (segments - 2) * self.SEGMENT_TIME + self.LAUNCHES_TIME + self.LAUNCH_TIME
+        joining = join_time(segments, self.problem.sizes["K"])
+        return tokens_time + joining + self.LAUNCHES_TIME + self.LAUNCH_TIME
 
     def launch(self, draft, read, **written):
         """Launches the walk; and before it, if sequences are cut, what computes the states from which segments start.
