@@ -147,11 +147,16 @@ def gate_dtype(problem):
     return list(problem.arrays.values())[3].dtype
 
 
+def has_hoppers_kernels(problem, device) -> bool:
+    """Whether the card and the dtype are those of Hopper's own kernels."""
+    return device.capability == 90 and problem.dtype.itemsize == 2
+
+
 def are_small(problem, device) -> bool:
     """Whether a problem is computed by the kernels for small heads, of which a warp computes several."""
     B, H, T, K, V = problem.shape("B H T K V")
-    on_hopper = device.capability == 90 and problem.dtype.itemsize == 2  # Hopper's own kernels need fewer tokens
-    return max(K, V) <= SMALL_SIZES[-1] and B * H * T >= (SMALL_TOKENS_ON_HOPPER if on_hopper else SMALL_TOKENS)
+    least = SMALL_TOKENS_ON_HOPPER if has_hoppers_kernels(problem, device) else SMALL_TOKENS
+    return max(K, V) <= SMALL_SIZES[-1] and B * H * T >= least
 
 
 def takes_short_backward(problem, tile) -> bool:
@@ -196,7 +201,7 @@ def mappable_once_copied(arrays) -> bool:
 def fits_hopper(problem, device, arrays) -> bool:
     """Whether Hopper's own kernels can read or write `arrays` of half-precision data, or copies of them. Copies and
     these kernels cost less than portable kernels."""
-    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
+    return has_hoppers_kernels(problem, device) and mappable_once_copied(arrays)
 
 
 def fits_two_blocks(problem) -> bool:
@@ -354,7 +359,7 @@ def copies_are_faster(problem, device) -> bool:
 
 def only_copies_fit_hopper(problem, device, arrays) -> bool:
     """Whether Hopper's own kernels can read `arrays` only as copies, since rows are no whole pieces of 16 bytes."""
-    has_kernels = device.capability == 90 and problem.dtype.itemsize == 2
+    has_kernels = has_hoppers_kernels(problem, device)
     return has_kernels and all(x.size for x in arrays) and not mappable_once_copied(arrays)
 
 
