@@ -214,7 +214,7 @@ def scan_both_ways(draft, problem, states, decays, P, only_backwards=False):
     state at each segment's start (not if `only_backwards`), and to states[1] the state's gradient at its end."""
     N, H, K, V = problem.shape("N H K V")
     scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "only_backwards": only_backwards}
-    draft.launch(scan, 2 * N * H * ceil_div(K * V, 4 * scan.threads), states=states, decays=decays, **sizes)
+    draft.launch(scan, 2 * N * H * ceil_div(K * V, scan.COLUMNS * scan.threads), states=states, decays=decays, **sizes)
 
 
 # -- on Hopper ---------------------------------------------------------------------------------------------------------

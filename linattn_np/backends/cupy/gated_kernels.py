@@ -270,11 +270,13 @@ class ScanSegments(Kernel):
 
 class ScanBothWays(Kernel):
     """`ScanSegments` for the backward pass: in place of the summaries `states` it writes the states at the segments'
-    starts and the states' gradients at their ends; the latter alone if `only_backwards`."""
+    starts and the states' gradients at their ends; the latter alone if `only_backwards`. A thread joins COLUMNS
+    neighbouring columns, of which V must be a multiple."""
 
     file = "gated/scan_both_ways"
     arguments = members("pointers states decays, int64s N P H K V only_backwards")
     threads = 256
+    COLUMNS: ClassVar[int] = 4
 
 
 # -- kernels for a gate per channel, on Hopper -------------------------------------------------------------------------

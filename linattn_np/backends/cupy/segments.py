@@ -55,6 +55,7 @@ from .gated_kernels import (
     GatedSmallStates,
     GatedWideForward,
     GatedWideOperands,
+    ScanBothWays,
     read_order,
 )
 from .kernel import DOUBLE
@@ -569,8 +570,13 @@ def small_backward_cut(problem, device):
     """The cut for the kernels of small heads."""
     instance = read_order(problem.op), problem, gate_dtype(problem)
     kernel, summary = GatedSmallBackward.fitting(*instance), GatedSmallStates.fitting(*instance)
-    P = 1 if problem.sizes["V"] % 4 else segments_of_small_heads(kernel, problem, device)
+    P = segments_of_small_heads(kernel, problem, device) if can_be_joined(problem) else 1
     return BackwardCut(SMALL, device, P, (kernel,), summary)
+
+
+def can_be_joined(problem) -> bool:
+    """Whether a scan can join the summaries of a pullback's segments."""
+    return problem.sizes["V"] % ScanBothWays.COLUMNS == 0
 
 
 def portable_backward_cut(problem, device, sums_dg):
@@ -753,7 +759,7 @@ def summarised_segments(kernel, blocks, problem, device) -> int:
     """The segments of a sequence, if a first pass of the same `kernel` summarises them: 1, or at least 4, since the two
     passes and the scan together take as long as the kernel does for two to three segments."""
     P = segments_that_fill(blocks, problem.spans.longest, kernel.resident_blocks(device))
-    return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
+    return P if P >= 4 and can_be_joined(problem) else 1
 
 
 # -- stage by stage ----------------------------------------------------------------------------------------------------
