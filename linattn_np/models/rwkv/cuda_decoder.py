@@ -116,24 +116,19 @@ class CudaDecoder(NotCopied):
         return other
 
     def allocate_buffers(self, batch):
-        """Allocates the arrays of a step for `batch` sequences and chooses how products are computed."""
+        """Allocates the arrays of a step for `batch` sequences."""
         self.batch = batch
-        # the result of `kernel_of_one`, the kernel of all layers; None if each product has a kernel of its own
-        self.kernel = self.kernel_of_one() if batch == 1 and self.device.capability == HOPPER else None
-        few = batch <= model_products.Matvec.COLUMNS
+        terms, X = self.choose_products()
+        uses_cublas = batch > model_products.Matvec.COLUMNS
         widens_int8 = self.matrices == INT8 and batch > model_products.BatchProduct.MOST  # for cuBLAS
-        has_batch_product = self.device.capability == HOPPER and self.matrices in model_products.BatchProduct.DTYPES
-        in_terms = few and not self.kernel and has_batch_product  # `BatchProduct` takes float32 vectors as terms
-        self.by_rows = few and not in_terms  # whether `Matvec`, or the kernel of all layers, computes the products
-        terms = model_products.FLOAT_TERMS if in_terms else 1
-        X = FLOAT32 if self.by_rows else self.dtype
         B, (D, F, V), buffer = batch, (self.sizes[axis] for axis in "DFV"), self.buffer
         self.buffers = SimpleNamespace(
             x=buffer(1, B, D),  # the residual
             sum=buffer(1, B, D),  # its next value, by turns with x
             y=buffer(terms, 1, B, D, dtype=X),  # the time mix's, the input of `output`
             activated=buffer(terms, 1, B, F, dtype=X),  # the channel mix's, the input of `ffn_value`
-            hidden=None if few else buffer(1, B, F),  # cuBLAS's product, of which `activated` is the squared relu
+            # cuBLAS's product, of which `activated` is the squared relu
+            hidden=buffer(1, B, F) if uses_cublas else None,
             # one int8 matrix at a time, scaled
             wide=buffer(self.widest(self.model_weights, self.layers[0]), dtype=self.dtype) if widens_int8 else None,
             # as many parts as the norm can add
@@ -142,6 +137,21 @@ class CudaDecoder(NotCopied):
             logits=buffer(1, B, V),
         )
         vars(self.buffers).update(self.version_buffers(terms, X))
+
+    def choose_products(self) -> tuple[int, np.dtype]:
+        """Chooses how the products of a step are computed: sets `kernel` and `by_rows`, and returns (terms, X), the
+        form of their vectors.
+
+        kernel : the result of `kernel_of_one`, the kernel of all layers; None if each product has a kernel of its own
+        by_rows : whether `Matvec`, or the kernel of all layers, computes the products, from float32 vectors
+        """
+        on_hopper = self.device.capability == HOPPER
+        self.kernel = self.kernel_of_one() if self.batch == 1 and on_hopper else None
+        few = self.batch <= model_products.Matvec.COLUMNS
+        has_batch_product = on_hopper and self.matrices in model_products.BatchProduct.DTYPES
+        in_terms = few and not self.kernel and has_batch_product  # `BatchProduct` takes float32 vectors as terms
+        self.by_rows = few and not in_terms
+        return model_products.FLOAT_TERMS if in_terms else 1, FLOAT32 if self.by_rows else self.dtype
 
     @staticmethod
     def widest(*weights) -> int:
