@@ -175,7 +175,7 @@ class DeltaBackwardStates(Walk):
         return 2 if self.of == self.DIRECTIONS[0] else 1
 
     @property
-    def only_backwards(self) -> bool:
+    def only_backwards(self):
         return self.of == self.DIRECTIONS[2]
 
     @staticmethod
