@@ -349,9 +349,9 @@ def train(training, trained, options):
             with status("training ...") as show, before_compiling(str) if training.ranks.rank else compiling(show):
                 training.warm_up()
         except Ended:
-            if training.ranks.rank == 0:  # its files may have been removed meanwhile
-                save(training, Path(options.out), trained.file)
-            tell_how_to_go_on(training, options)
+            if training.ranks.rank == 0:
+                save(training, Path(options.out), trained.file)  # its files may have been removed meanwhile
+                tell_how_to_go_on(training, options)
             raise
     with deferred() as ended:
         try:
@@ -372,9 +372,8 @@ def train(training, trained, options):
 
 
 def tell_how_to_go_on(training, options):
-    """Prints the command that continues the training, on the first rank."""
-    if training.ranks.rank == 0:
-        to_stderr(f"stopped at step {training.step_number}. To go on: {resume_command(options)}")
+    """Prints the command that continues the training."""
+    to_stderr(f"stopped at step {training.step_number}. To go on: {resume_command(options)}")
 
 
 def report_steps(training, trained, options, ended):
