@@ -532,7 +532,9 @@ template <class M> struct TokenBlock {
 };
 
 // dq, dk and dg of the first half of a warp's chunk, then of the second. For each half begin(half), and for each of its
-// blocks in_half = 0, 1: load, finish_queries, finish_keys; then finish_dg.
+// blocks in_half = 0, 1: load, finish_queries, finish_keys; then finish_dg. The order matters: begin reads q and k of
+// both blocks before finish_queries stores dq over q and finish_keys dk over k; finish_keys takes what load and
+// finish_queries have set in `tokens`. test_gradient_kernels fails in any other order.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> struct HalfChunk {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
@@ -630,7 +632,7 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
     multiply_half(over_keys[0], tokens.keys.left(), dAs[0], 0);
     multiply_half(over_keys[1], tokens.keys.left(), dAs[1], 1);
     multiply_half(over_keys8, tokens.border8.left(), dAs[1], 0);
-    if ((growing >> m & 1)) put_pairs(over_keys, pair_sums[m].dq);
+    if (growing >> m & 1) put_pairs(over_keys, pair_sums[m].dq);
     if (in_half) {
       load_right<TRANSPOSED>(dAs, dA + 16 * (m - 1), LDA);
       multiply(over_keys16, border16[0].left(), dAs);
@@ -694,7 +696,7 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
     multiply_half(over_queries[0], tokens.queries.left(), dAs[0], 0);
     multiply_half(over_queries[1], tokens.queries.left(), dAs[1], 1);
     multiply_half(over_queries8, tokens.border8.left(), dAs[0], 1);
-    if ((growing >> m & 1)) put_pairs(over_queries, pair_sums[m].dk);
+    if (growing >> m & 1) put_pairs(over_queries, pair_sums[m].dk);
     if (!in_half) {
       load_right<AS_STORED>(dAs, dA + 16 * LDA + 16 * m, LDA);
       multiply(over_queries16, border16[1].left(), dAs);

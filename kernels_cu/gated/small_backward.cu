@@ -47,6 +47,7 @@ template <typename T, typename G> struct Args {
 };
 
 template <int D> constexpr int LANES = D * D / NUMBERS;  // lanes of a head
+static_assert(LANES<8> * 8 == 32 && LANES<16> * 2 == 32, "a warp has whole heads");
 
 template <typename T, typename G, int D> struct Stage {
   Tile<T, D, LANES<D>> q, k;  // overwritten by dq and dk

@@ -160,6 +160,9 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
 constexpr float NEGLIGIBLE = 1.4251641e-21f;
 constexpr float LEAST_FLOAT16_DECAY = 0x1p-86f;  // of D, for which float16 keys keep all digits: 2^-72 2^-14
 constexpr float LARGEST_DECAY = 0x1p60f;         // if a gate above 0 makes D larger, products may overflow
+// The least exponent of BorderDecay::down: 2^-72 is below NEGLIGIBLE = 2^-69.2, and float16's least digit is 2^-14.
+constexpr int LEAST_EXPONENT = -72;
+static_assert(NEGLIGIBLE > 0x1p-72f && LEAST_FLOAT16_DECAY == 0x1p-72f * 0x1p-14f);
 
 // D, the decay between a chunk and the border, of this lane's two channels h: `decay` times `down`. `down` is a power
 // of 2, and registers hold S / down: float16 has no numbers as small as D, but holds keys times `decay`.
@@ -175,7 +178,6 @@ struct BorderDecay {
 // factor of 0 has the least exponent; if it is infinite or NaN, out_of_range is set, and S is not used.
 template <bool FIRST_DECAYS, int BV>
 __device__ __forceinline__ void fit_range(float (&S)[BV / 2], BorderDecay& to_border, const LaneChunk& outer_decays) {
-  constexpr int LEAST_EXPONENT = -72;  // of `down`: 2^-72 is below NEGLIGIBLE = 2^-69.2; see LEAST_FLOAT16_DECAY
   float up[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

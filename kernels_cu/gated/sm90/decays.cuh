@@ -112,6 +112,7 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
 // In nats, what a smaller gate counts as: in decays from a sub-chunk's middle, LEAST_GATE; in all others,
 // FORGOTTEN_GATE, since -inf times a count of 0 would be NaN. e^-256 is 0 in float32.
 constexpr float LEAST_GATE = -16.f, FORGOTTEN_GATE = -256.f;
+static_assert(-LEAST_GATE * SUB_CHUNK / 2 < 87.f, "a decay from a sub-chunk's middle has an inverse in float32");
 
 // How gates of type G are summed by tensor cores, in numbers of `Type`, so that sums are logarithms of base 2.
 // LEAST_TWO, FORGOTTEN_GATE_TWO: -16 and -256 twice, in the halves of a register. ONE: the bits of the factor that

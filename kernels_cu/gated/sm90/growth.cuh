@@ -40,6 +40,9 @@ template <typename T> constexpr float GROWTH_LIMIT = 6.f;
 template <> constexpr float GROWTH_LIMIT<f16> = 4.f;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
+static_assert(LEAST_GATE + (SUB_CHUNK - 1) * GROWTH<bf16> <= -9.f &&
+              LEAST_GATE + (SUB_CHUNK - 1) * GROWTH<f16> < -14.f);
+static_assert(CHUNK * GROWTH<f16> <= 8.f && LEAST_GATE + GROWTH_LIMIT<bf16> <= -10.f);
 
 // FORGOTTEN: a smaller decay of a channel over a chunk leaves of its state no more than the usual rounding error of the
 // second pass's sums over V, relative to their terms. ROUNDING: the largest relative error of these sums.
