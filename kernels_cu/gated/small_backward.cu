@@ -75,6 +75,47 @@ template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&
   }
 }
 
+// A lane's gradients of a token, in its rows of the state; dv without the rows of other lanes.
+template <int ROWS, int D> struct TokenGradients {
+  float dq[ROWS] = {}, dk[ROWS] = {}, dg[ROWS] = {}, dv[D];
+};
+// Computes them from S, the state before the token, and dS, the gradient of the state after it by later tokens, which
+// becomes that of the state before it. a: the token's decays. Adds the token's term to du.
+template <bool BEFORE, int ROWS, int D>
+__device__ __forceinline__ void set_gradients(TokenGradients<ROWS, D>& x, const float (&q)[ROWS],
+                                              const float (&k)[ROWS], const float (&a)[ROWS], const float (&v)[D],
+                                              const float (&do_)[D], const float (&S)[ROWS][D], float (&dS)[ROWS][D],
+                                              const float (&u)[ROWS], float (&du)[ROWS], float scale) {
+  float self_weight = 0.f;  // scale do_t . v_t
+#pragma unroll
+  for (int column = 0; column < D; ++column) self_weight = fmaf(v[column], do_[column], self_weight);
+  self_weight *= scale;
+  float self_score = 0.f;  // q_t . u k_t
+#pragma unroll
+  for (int c = 0; c < ROWS; ++c) self_score = fmaf(u[c] * q[c], k[c], self_score);
+#pragma unroll
+  for (int column = 0; column < D; ++column) x.dv[column] = BEFORE ? scale * self_score * do_[column] : 0.f;
+#pragma unroll
+  for (int c = 0; c < ROWS; ++c) {
+    const float scaled_q = scale * q[c];
+#pragma unroll
+    for (int column = 0; column < D; ++column) {
+      const float dS_after = BEFORE ? dS[c][column] : fmaf(scaled_q, do_[column], dS[c][column]);
+      x.dq[c] = fmaf(S[c][column], do_[column], x.dq[c]);
+      x.dk[c] = fmaf(dS_after, v[column], x.dk[c]);
+      x.dv[column] = fmaf(k[c], dS_after, x.dv[column]);
+      const float decayed = a[c] * dS_after;
+      x.dg[c] = fmaf(S[c][column], decayed, x.dg[c]);
+      dS[c][column] = BEFORE ? fmaf(scaled_q, do_[column], decayed) : decayed;
+    }
+    x.dq[c] = fmaf(BEFORE ? scale : scale * a[c], x.dq[c], self_weight * u[c] * k[c]);
+    if (BEFORE) {
+      x.dk[c] = fmaf(self_weight * u[c], q[c], x.dk[c]);
+      du[c] = fmaf(self_weight * q[c], k[c], du[c]);
+    }
+  }
+}
+
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: that of g and
 // dg.
 template <class ReadOrder, typename T, typename G, int D>
@@ -198,44 +239,18 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     __syncwarp();  // the stored state has been read, which dv overwrites
 #pragma unroll
     for (int i = STEP - 1; i >= 0; --i) {
-      float q[ROWS], k[ROWS], a[ROWS], v[D], do_[D], dq[ROWS] = {}, dk[ROWS] = {}, dg[ROWS] = {}, dv[D];
+      float q[ROWS], k[ROWS], a[ROWS], v[D], do_[D];
       in.q.load_row(q, i, coord.head, channel), in.k.load_row(k, i, coord.head, channel),
           s.decays.load_row(a, i, coord.head, channel);
       in.v.load_row(v, i, coord.head), in.do_.load_row(do_, i, coord.head);
-      float self_weight = 0.f;  // scale do_t . v_t
-#pragma unroll
-      for (int x = 0; x < D; ++x) self_weight = fmaf(v[x], do_[x], self_weight);
-      self_weight *= scale;
-      float self_score = 0.f;  // q_t . u k_t
-#pragma unroll
-      for (int c = 0; c < ROWS; ++c) self_score = fmaf(u[c] * q[c], k[c], self_score);
-#pragma unroll
-      for (int x = 0; x < D; ++x) dv[x] = BEFORE ? scale * self_score * do_[x] : 0.f;
-#pragma unroll
-      for (int c = 0; c < ROWS; ++c) {
-        const float scaled_q = scale * q[c];
-#pragma unroll
-        for (int x = 0; x < D; ++x) {
-          const float dS_after = BEFORE ? dS[c][x] : fmaf(scaled_q, do_[x], dS[c][x]);
-          dq[c] = fmaf(S[i][c][x], do_[x], dq[c]);
-          dk[c] = fmaf(dS_after, v[x], dk[c]);
-          dv[x] = fmaf(k[c], dS_after, dv[x]);
-          const float decayed = a[c] * dS_after;
-          dg[c] = fmaf(S[i][c][x], decayed, dg[c]);
-          dS[c][x] = BEFORE ? fmaf(scaled_q, do_[x], decayed) : decayed;
-        }
-        dq[c] = fmaf(BEFORE ? scale : scale * a[c], dq[c], self_weight * u[c] * k[c]);
-        if (BEFORE) {
-          dk[c] = fmaf(self_weight * u[c], q[c], dk[c]);
-          du[c] = fmaf(self_weight * q[c], k[c], du[c]);
-        }
-      }
-      sum_rows<LANES<D> / 2>(dv, coord.lane);
+      TokenGradients<ROWS, D> gradients;
+      set_gradients<BEFORE>(gradients, q, k, a, v, do_, S[i], dS, u, du, scale);
+      sum_rows<LANES<D> / 2>(gradients.dv, coord.lane);
       float lane_dv[LANE_COLUMNS];
 #pragma unroll
-      for (int x = 0; x < LANE_COLUMNS; ++x) lane_dv[x] = dv[x];
-      in.q.put(dq, i, coord.head, channel), in.k.put(dk, i, coord.head, channel);
-      in.g.put(dg, i, coord.head, channel), in.dv.put(lane_dv, i, coord.head, LANE_COLUMNS * coord.lane);
+      for (int x = 0; x < LANE_COLUMNS; ++x) lane_dv[x] = gradients.dv[x];
+      in.q.put(gradients.dq, i, coord.head, channel), in.k.put(gradients.dk, i, coord.head, channel);
+      in.g.put(gradients.dg, i, coord.head, channel), in.dv.put(lane_dv, i, coord.head, LANE_COLUMNS * coord.lane);
     }
     __syncwarp();  // the gradients are in shared memory; the step has been read
     const auto put = [&](const auto& tile, const auto& rows, int width) {
