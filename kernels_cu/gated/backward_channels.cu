@@ -446,6 +446,43 @@ template <typename T, typename G, int PRODUCTS, class Columns> struct WarpChanne
   }
 };
 
+// Stores border32: keys of the first half decayed to the chunk's middle, queries of the second decayed from it.
+template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns>
+__device__ __forceinline__ void put_border32(const WarpChannels<T, G, PRODUCTS, Columns>& channels,
+                                             const float (&sub_decays)[2][NUM_SUBCHUNKS]) {
+  auto& s = channels.s;
+#pragma unroll
+  for (int m = 0; m < BLOCKS; ++m) {
+    float2 x[4];
+    HeldLeft<Math<T, PRODUCTS>> operand;
+    channels.load(x, m < BLOCKS / 2 ? s.k : s.q, m);
+    channels.gates_of_block(m, [&](int p, float2 gates) {
+      const PairDecays<ReadOrder> decays(decays_of(gates));
+      const int n = 2 * m + (p >> 1);
+      const float between = m < BLOCKS / 2 ? product_over(sub_decays[p & 1], n + 1, HALF)
+                                           : product_over(sub_decays[p & 1], HALF, n);  // of the sub-chunks between
+      operand.set(p, between * (m < BLOCKS / 2 ? decays.end : decays.start) * x[p]);
+    });
+    s.pairs.border32[m][threadIdx.x] = operand;
+  }
+}
+
+// Adds to du, by octet, the terms dA_ii q_i k_i of this lane's tokens.
+template <typename T, typename G, int PRODUCTS, class Columns>
+__device__ __forceinline__ void add_du(float (&du)[2], const WarpChannels<T, G, PRODUCTS, Columns>& channels) {
+#pragma unroll 1
+  for (int m = 0; m < BLOCKS; ++m) {
+    float2 q[4], k[4];
+    channels.load(q, channels.s.q, m);
+    channels.load(k, channels.s.k, m);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const float2 terms = channels.diagonal_of(2 * m + (p >> 1)) * q[p] * k[p];
+      du[p & 1] += terms.x + terms.y;
+    }
+  }
+}
+
 // Copies dA and its diagonal, of columns with gates, to shared memory. chunk: its number in `scores`.
 template <class M, class Args>
 __device__ __forceinline__ void copy_scores(PairData<M>& pairs, const Args& args, i64 chunk) {
@@ -936,20 +973,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     sum_pairs_one_by_one<ReadOrder, M>(pair_sums, s.q + warp_channel, s.k + warp_channel, s.g + warp_channel,
                                        s.pairs.dA, growing);
 
-#pragma unroll
-  for (int m = 0; m < BLOCKS; ++m) {  // border32: keys decayed to the chunk's middle, then queries decayed from it
-    float2 x[4];
-    HeldLeft<M> operand;
-    channels.load(x, m < BLOCKS / 2 ? s.k : s.q, m);
-    channels.gates_of_block(m, [&](int p, float2 gates) {
-      const PairDecays<ReadOrder> decays(decays_of(gates));
-      const int n = 2 * m + (p >> 1);
-      const float between = m < BLOCKS / 2 ? product_over(sub_decays[p & 1], n + 1, HALF)
-                                           : product_over(sub_decays[p & 1], HALF, n);  // of the sub-chunks between
-      operand.set(p, between * (m < BLOCKS / 2 ? decays.end : decays.start) * x[p]);
-    });
-    s.pairs.border32[m][threadIdx.x] = operand;
-  }
+  put_border32<ReadOrder>(channels, sub_decays);
   if (lane_pair == 0) {
 #pragma unroll
     for (int n = 0; n < NUM_SUBCHUNKS; ++n)
@@ -971,17 +995,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   float u[2] = {1.f, 1.f};  // by octet: RWKV-6's bonus, 1 for GLA
   if (RWKV6) {
     float du[2] = {};
-#pragma unroll 1
-    for (int m = 0; m < BLOCKS; ++m) {
-      float2 q[4], k[4];
-      channels.load(q, s.q, m);
-      channels.load(k, s.k, m);
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        const float2 terms = channels.diagonal_of(2 * m + (p >> 1)) * q[p] * k[p];
-        du[p & 1] += terms.x + terms.y;
-      }
-    }
+    add_du(du, channels);
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
       const bool exists = channel + 8 * octet < shape.K;
