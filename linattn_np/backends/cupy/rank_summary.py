@@ -30,9 +30,11 @@ class Message(Kernel):
 
 
 class RankSummary:
-    """The buffer of a plan that is being written (`draft`).
+    """The buffer of a plan that is being written (`draft`). A planner has kernels write the state, or takes it from
+    another array, and then calls `finish`.
 
-    state : its state [N, H, K, V]
+    channels : of the product of decays: K; or 1 if all channels of a head have one gate; or 0 if nothing decays
+    state : the buffer's state [N, H, K, V]
     decay : its product of decays [N, H, channels]; None if `channels` is 0
     """
 
@@ -51,7 +53,8 @@ class RankSummary:
     def finish(self, decays, state=None):
         """Launches the kernel that completes the buffer; returns ((its state,), its product of decays).
 
-        decays : [N, parts, H, factors, K] or [N * parts, H, factors, K]
+        decays : of the parts of every sequence, [N, parts, H, factors, K] or [N * parts, H, factors, K]: a part's decay
+            is the product of its factors. Of the K channels the first `channels` are read
         state : the state [N, H, K, V], which is copied to the buffer; None if kernels have written it there
         """
         if self.decay is None and state is None:
