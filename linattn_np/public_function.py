@@ -21,18 +21,30 @@ def public_function(op: Op, compute: Callable[..., Any] = call):
 
     def decorate(documented):
         function = defined(op, op.signature, compute, documented.__globals__)
-        doc, names = Docstring(documented.__doc__), list(op.signature.parameters)
+        doc, names, is_step = Docstring(documented.__doc__), list(op.signature.parameters), op.out == "B H V"
+        if is_step:
+            doc.sections.setdefault("Parameters", entry_of_arrays(op))
         doc.replace_entries(PARAMETERS, [name for name in names if name not in doc.entries()])
         doc.add("Raises", RAISES)
         if op.state and op.out == "B H T V":  # an operator with a state, not a step or a stage
             doc.add("Returns", RETURNS)
             doc.add("Notes", NOTES)
-        elif op.out == "B H V":  # a step
+        elif is_step:
             doc.add("Returns", RETURNS_OF_STEP)
         function.__doc__ = doc.text()
         return function
 
     return decorate
+
+
+def entry_of_arrays(op: Op) -> str:
+    """The entry of a step's arrays in a docstring: their axes, and the operator that describes them."""
+    names_by_axes: dict[str, list[str]] = {}
+    for name in op.arrays:
+        names_by_axes.setdefault(op.callers_axes(name, 1), []).append(name)
+    shapes = ", ".join(f"{', '.join(names)} : [{', '.join(axes.split())}]" for axes, names in names_by_axes.items())
+    gates = f"; {' and '.join(op.decays)} is the natural log of the decay" if op.decays else ""
+    return f"{shapes}\n    As in `{op.name.removesuffix('_step')}`, without the time axis{gates}."
 
 
 def defined(op: Op, signature, compute, namespace) -> Callable[..., Any]:

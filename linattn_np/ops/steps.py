@@ -7,16 +7,12 @@ from ..public_function import public_function
 __all__ = ["gla_step", "rwkv6_step", "delta_rule_step", "gated_delta_rule_step", "kda_step", "rwkv7_step"]
 
 
-@public_function(GLA_STEP, call_step)  # gives the function its parameters, its body, and the text that all share
+# `public_function` gives the function its parameters, its body, and the text that all share, with that of the arrays.
+@public_function(GLA_STEP, call_step)
 def gla_step():
     """One token of `gla` for B sequences; `state` is updated in place.
 
         S <- diag(exp g) S + k v^T,     o = scale * q^T S           (Yang et al., 2024, eq. 3)
-
-    Parameters
-    ----------
-    q, k, g : [B, H, K], v : [B, H, V]
-        As in `gla`, without the time axis; g is the natural log of the decay.
 
     Example
     -------
@@ -46,11 +42,6 @@ def rwkv6_step():
 
         o = scale * r^T (S + diag(u) k v^T),    S <- diag(exp w) S + k v^T      (Peng et al., 2024, eq. 18-19)
 
-    Parameters
-    ----------
-    r, k, w : [B, H, K], v : [B, H, V], u : [H, K]
-        As in `rwkv6`, without the time axis; w is the natural log of the decay.
-
     Example
     -------
     >>> import numpy as np, linattn_np
@@ -65,11 +56,6 @@ def delta_rule_step():
     """One token of `delta_rule` for B sequences; `state` is updated in place.
 
         S <- S + beta k (v - S^T k)^T,      o = scale * q^T S           (Yang et al., 2024, eq. 3)
-
-    Parameters
-    ----------
-    q, k : [B, HK, K], v : [B, H, V], beta : [B, H]
-        As in `delta_rule`, without the time axis.
 
     Example
     -------
@@ -86,11 +72,6 @@ def gated_delta_rule_step():
 
         S' = exp(g) S,      S <- S' + beta k (v - S'^T k)^T,      o = scale * q^T S     (Yang et al., 2024, eq. 10)
 
-    Parameters
-    ----------
-    q, k : [B, HK, K], v : [B, H, V], g : [B, H], beta : [B, H]
-        As in `gated_delta_rule`, without the time axis; g is the natural log of the decay.
-
     Example
     -------
     >>> import numpy as np, linattn_np
@@ -105,11 +86,6 @@ def kda_step():
     """One token of `kda` for B sequences; `state` is updated in place.
 
         S' = diag(exp g) S,     S <- S' + beta k (v - S'^T k)^T,      o = scale * q^T S         (Kimi Team, 2025)
-
-    Parameters
-    ----------
-    q, k : [B, HK, K], v : [B, H, V], g : [B, H, K], beta : [B, H]
-        As in `kda`, without the time axis; g is the natural log of the decay.
 
     Example
     -------
@@ -129,11 +105,6 @@ def rwkv7_step():
     """One token of `rwkv7` for B sequences; `state` is updated in place.
 
         S <- diag(exp w) S + b (S^T a)^T + k v^T,       o = scale * r^T S       (Peng et al., 2025, eq. 17)
-
-    Parameters
-    ----------
-    r, w, k, a, b : [B, H, K], v : [B, H, V]
-        As in `rwkv7`, without the time axis; w is the natural log of the decay.
 
     Example
     -------
