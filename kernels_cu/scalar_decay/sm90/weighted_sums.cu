@@ -28,8 +28,9 @@
 //           Keys          2     HAS_OUTPUTS, ALL_BACKWARD                      dk, dv
 //           GatedQueries  1     HAS_OUTPUTS, SERVES_GATE_GRADIENT              dq, token_sums, stretch_states
 //           GatedKeys     2     the same, ALL_BACKWARD, WRITES_GATE_GRADIENT   dk, dv, dg; reads the last two
-//           SUMS: WeightedSums of a launch. stretch_states: of each stretch, S before its last chunk. Summary takes
-//           each segment of a sequence for a sequence; scan_segments.cu joins their states
+//           SUMS: WeightedSums of a launch. weighted_sums_storage.cuh has these constants. stretch_states: of each
+//           stretch, S before its last chunk. Summary takes each segment of a sequence for a sequence; scan_segments.cu
+//           joins their states
 // smem      weighted_sums_storage.cuh. Stage: a chunk's q, k, v, partner and A; Gates: its decays
 // barriers  mbarriers of a stage. full: the chunk's tokens and gates are there; scores: A is stored; done: consumers
 //           have read the inputs, and stored o over v and partner . o over the partner; summed: the warp that sums dg
@@ -42,6 +43,8 @@
 // source    Yang et al., 2024, sections 4 and 4.4; Sun et al., 2023, "Retentive Network", section 2.2
 // limits    sm_90a; bfloat16; of each sum K <= BK, and K and V multiples of 8; BK and BV 64 or 128; rows start on 16
 //           bytes
+// tests     test_family_kernels; test_distributed_halves (Summary); test_compile: no spills, no product that the
+//           assembler serialises, no write to a running product's operand
 //
 // From warpgroup.cuh and wgmma.cuh
 //   WorkTile            a block's head and sequence: `sequence`, `batch`, `head`; `start`, `tokens`: of the sequence;
@@ -263,7 +266,7 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
       // Orders what the consumers have read and written, as the barrier says, before the copies from and to the stage.
       // The consumers could do it, too, but have less time.
       fence_proxy_async();
-      if constexpr (HAS_OUTPUTS<Pass>)
+      if constexpr (Pass::HAS_OUTPUTS)
         store_chunk(work, first_token_of(iteration, work, backwards),
                     [&](auto f) { f(stage.v, sum.o, sum.o_rows, sum.V, column, sum.adds_to_o); });
     }
@@ -276,10 +279,10 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
       if ((threadIdx.x & 31) == 0) mbarrier_arrive_at_other_block(s.requested[next % (2 * CLUSTER_LEAD)]);
     }
     fetch_chunk(s.full[next % STAGES], work, first_token_of(next, work, backwards), [&](auto f) {
-      if constexpr (HAS_OUTPUTS<Pass>) f(stage.q, sum.q, sum.q_rows, sum.K, 0);
+      if constexpr (Pass::HAS_OUTPUTS) f(stage.q, sum.q, sum.q_rows, sum.K, 0);
       f(stage.k, sum.k, sum.k_rows, sum.K, 0);
       f(stage.v, sum.v, sum.v_rows, sum.V, column);
-      if constexpr (SERVES_GATE_GRADIENT<Pass>)
+      if constexpr (Pass::SERVES_GATE_GRADIENT)
         if (block_serves_gate_gradient<Pass>()) f(stage.partner, sum.partner, sum.partner_rows, sum.V, column);
     });
     __syncwarp();  // the copying lanes rejoin the warp
@@ -387,9 +390,9 @@ __device__ __forceinline__ void compute_scores(Shared<Pass, BK, BV>& s, int toke
     wgmma_wait<0>();
     wgmma_fence_operand(d);
     Gates& gates = s.gates[iteration % STAGES];
-    if (ALL_BACKWARD<Pass> || SUMS<Pass> > 2 && backwards)
-      store_scores<BACKWARDS, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
-    else store_scores<FORWARDS, SERVES_GATE_GRADIENT<Pass>>(in.A, d, scale, gates, warp);
+    if (ALL_BACKWARD<Pass> || SOME_BACKWARD<Pass> && backwards)
+      store_scores<BACKWARDS, Pass::SERVES_GATE_GRADIENT>(in.A, d, scale, gates, warp);
+    else store_scores<FORWARDS, Pass::SERVES_GATE_GRADIENT>(in.A, d, scale, gates, warp);
     fence_proxy_async();  // A has been written by plain stores, and is read by wgmma
     mbarrier_arrive(s.scores[iteration % STAGES]);
   }
@@ -482,14 +485,17 @@ __device__ __forceinline__ void add_self_scores(Values& o, bf16 (&panel)[CHUNK][
 }
 
 // A warpgroup with 64 columns of V: carries their state over all chunks, and computes their outputs. tile_column: the
-// block's first column.
+// block's first column. A chunk's products, in the order in which they start:
+//   o = S q          of the S before the chunk; waited for before o is scaled
+//   S += v k^T       runs while o is scaled and the scores are waited for
+//   o += v A^T       both are waited for before o overwrites v, and the partner's place
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WeightedSum& sum,
                                         const WorkTile& work, int tile_column, bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   // How many blocks of 16 channels of S are converted to bfloat16 for one group of products: all if registers suffice,
   // as they do for one number each (not SPLITS_STATE) if one warpgroup of consumers has 128 channels (BK > BV).
-  constexpr int CONVERTED = !SPLITS_STATE<Pass> && BK > BV ? BK / 16 : BK / 64;
+  constexpr int CONVERTED = !Pass::SPLITS_STATE && BK > BV ? BK / 16 : BK / 64;
   const int warpgroup = threadIdx.x / 128, column = tile_column + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
   const i64 state = work.sequence_head * sum.K * sum.V;  // of this sequence and head in `initial`
   float S[BK / 2] = {}, total_decay = 1.f;
@@ -534,7 +540,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     // computed here, and the sum of k_j . (L_j dS v_j), added below, where L_j dS v_j is the part of dk_j that comes
     // from dS.
     float end_term = 0.f;
-    if constexpr (SERVES_GATE_GRADIENT<Pass>) {
+    if constexpr (Pass::SERVES_GATE_GRADIENT) {
       if (is_stretch_end) {
         if constexpr (PREFETCHES) end_term = -dot_with_state<BK>(S, prefetched);
         else if constexpr (READS_STRETCH_STATES) {
@@ -550,10 +556,10 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     // read_state multiplies a lane's two columns by decays of their own; here one decay is for all columns.
     const float chunk_decay = gates.chunk_decay, decays[2] = {chunk_decay, chunk_decay};
     Values o;
-    if constexpr (HAS_OUTPUTS<Pass>) {
+    if constexpr (Pass::HAS_OUTPUTS) {
       // READ_FIRST: o = S q of the state before the chunk, then S *= decays. CONVERTED blocks of 16 channels of S are
       // rounded at a time. SPLITS_STATE: S is the sum of two numbers, with which the callback, empty here, is called.
-      read_state<BK, READ_FIRST, CONVERTED, SPLITS_STATE<Pass>>(o, S, decays, in.q,
+      read_state<BK, READ_FIRST, CONVERTED, Pass::SPLITS_STATE>(o, S, decays, in.q,
                                                                 [](int, const u32(&)[4], const u32(&)[4]) {});
     } else {
       for (float& value : S) value *= chunk_decay;
@@ -568,7 +574,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     wgmma_fence();
     write_state<BK>(S, v, in.k);  // starts S += v k^T
     wgmma_commit();
-    if constexpr (HAS_OUTPUTS<Pass>) {
+    if constexpr (Pass::HAS_OUTPUTS) {
       wgmma_wait<1>();
       wgmma_fence_operand(o);
       load_token_factors(factors, gates.output_factors);
@@ -593,9 +599,9 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     }
     wgmma_wait<0>();
     wgmma_fence_operand(S);
-    if constexpr (HAS_OUTPUTS<Pass>) {
+    if constexpr (Pass::HAS_OUTPUTS) {
       wgmma_fence_operand(o);
-      if constexpr (SERVES_GATE_GRADIENT<Pass>) {
+      if constexpr (Pass::SERVES_GATE_GRADIENT) {
         if (block_serves_gate_gradient<Pass>()) store_dot_products(in.partner[warpgroup], o, end_term);
         add_self_scores(o, in.v[warpgroup], gates.self_scores);
       }
@@ -606,14 +612,14 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
   }
   // SUMS > 1: dk and dv. The caller's sequences are cut into args.segments segments each, 1 if they are not cut. Only
   // the first segment's last dS is stored, as the gradient of the initial state.
-  const bool first_segment_only = SUMS<Pass> > 1;
+  const bool first_segment_only = Pass::SUMS > 1;
   if (sum.final && !(first_segment_only && work.sequence % args.segments)) {
     const i64 state_index =
         first_segment_only ? work.sequence / args.segments * args.shape.H + work.head : work.sequence_head;
     each_transposed<BK>(S, sum.final + state_index * sum.K * sum.V, sum, sum, column,
                         [](float& value, float* to) { *to = value; });
   }
-  if constexpr (!HAS_OUTPUTS<Pass>)
+  if constexpr (!Pass::HAS_OUTPUTS)
     // A channel's decay is the product of two rows in scan_segments.cu: the second row is 1.
     for (i64 c = threadIdx.x; tile_column == 0 && c < sum.K; c += CONSUMERS<BV>) {
       float* const to = args.decays + work.sequence_head * 2 * sum.K + c;
@@ -628,19 +634,19 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
         scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
   auto& s = *reinterpret_cast<Shared<Pass, BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
-  const WeightedSum& sum = args.sums[blockIdx.x % SUMS<Pass>];
+  const WeightedSum& sum = args.sums[blockIdx.x % Pass::SUMS];
   // Sums of one launch may differ in V: all have as many blocks as the widest, and blocks without columns return.
-  const i64 widest = SUMS<Pass> > 1 && sum.K > sum.V ? sum.K : sum.V;
+  const i64 widest = Pass::SUMS > 1 && sum.K > sum.V ? sum.K : sum.V;
   // GatedKeys takes blocks in reverse: the heads that GatedQueries read last are still in L2.
   const u32 tiles = tiles_of(widest, BV),
             reversed = WRITES_GATE_GRADIENT<Pass> ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const u32 block = reversed / SUMS<Pass>;
+  const u32 block = reversed / Pass::SUMS;
   const WorkTile work = work_tile(args.shape, block / tiles);
   const int column = block % tiles * BV;
-  const bool backwards = ALL_BACKWARD<Pass> || SUMS<Pass> > 2 && sum.backwards;  // SUMS > 2: Gradients
+  const bool backwards = ALL_BACKWARD<Pass> || SOME_BACKWARD<Pass> && sum.backwards;
   // Summary: a sequence of the caller is cut into args.segments segments. scan_segments.cu reads the states of the
   // first args.computed segments of each; the others are not computed.
-  if (column >= sum.V || !HAS_OUTPUTS<Pass> && work.sequence % args.segments >= args.computed) return;
+  if (column >= sum.V || !Pass::HAS_OUTPUTS && work.sequence % args.segments >= args.computed) return;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(s.full[stage], 2 * 32);  // all lanes that move chunks and that sum gates
@@ -664,7 +670,7 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
     consume<Pass, G, BK, BV>(s, args, sum, work, column, backwards);
   } else if (threadIdx.x < CONSUMERS<BV> + 128) {
     registers_down<RoleRegisters::SCORES>();
-    if constexpr (HAS_OUTPUTS<Pass>)
+    if constexpr (Pass::HAS_OUTPUTS)
       compute_scores<Pass, BK, BV>(s, work.tokens, float(sum.output_scale * sum.value_scale), backwards);
   } else {
     registers_down<RoleRegisters::OTHERS>();
@@ -674,12 +680,12 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
       if (block_serves_gate_gradient<Pass>())
         move_chunks(s, args.sums[0], work, column, backwards);  // dq or dk, the first sum; GatedKeys' dv is the last
       else
-        move_chunks(s, args.sums[SERVES_GATE_GRADIENT<Pass> ? SUMS<Pass> - 1 : blockIdx.x % SUMS<Pass>], work, column,
+        move_chunks(s, args.sums[Pass::SERVES_GATE_GRADIENT ? Pass::SUMS - 1 : blockIdx.x % Pass::SUMS], work, column,
                     backwards);
     } else if (warp == 1) sum_gates_of_chunks(s, sum, args.g, work, backwards);
-    else if constexpr (SERVES_GATE_GRADIENT<Pass>)
+    else if constexpr (Pass::SERVES_GATE_GRADIENT)
       if (warp == 2 && block_serves_gate_gradient<Pass>()) {
-        if constexpr (SUMS<Pass> == 1) sum_queries(s, args, work, column / BV);
+        if constexpr (Pass::SUMS == 1) sum_queries(s, args, work, column / BV);
         else if constexpr (BK == BV) sum_gradients(s, args, work, 0, 1);  // constant tiles take fewer registers
         else sum_gradients(s, args, work, column / BV, tiles_of(sum.V, BV));
       }

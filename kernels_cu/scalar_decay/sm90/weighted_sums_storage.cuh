@@ -9,32 +9,37 @@ constexpr int CHUNK = 64, STRETCH = 256;  // tokens
 constexpr float LARGEST_BF16 = 3.38e38f;  // below bfloat16's largest number: what exceeds it may round to infinity
 #include "warpgroup.cuh"
 
-// Passes, as the head of weighted_sums.cu describes them.
-struct Whole {};
-struct Summary {};
-struct Gradients {};
-struct Queries {};
-struct Keys {};
-struct GatedQueries {};
-struct GatedKeys {};
-// Whether the pass computes o, and so reads q; Summary computes states alone.
-template <class Pass> constexpr bool HAS_OUTPUTS = true;
-template <> constexpr bool HAS_OUTPUTS<Summary> = false;
-template <class Pass>
-constexpr bool SPLITS_STATE = false;  // whether S is read as the sum of two bfloat16 numbers, not as one
-template <> constexpr bool SPLITS_STATE<Whole> = true;
-// The sums that one launch computes, each by blocks of its own.
-template <class Pass> constexpr u32 SUMS = 1;
-template <> constexpr u32 SUMS<Gradients> = 3;
-template <> constexpr u32 SUMS<Keys> = 2;
-template <> constexpr u32 SUMS<GatedKeys> = 2;
-// Whether the pass is one of the two that compute dg together.
-template <class Pass> constexpr bool SERVES_GATE_GRADIENT = false;
-template <> constexpr bool SERVES_GATE_GRADIENT<GatedQueries> = true;
-template <> constexpr bool SERVES_GATE_GRADIENT<GatedKeys> = true;
-// GatedKeys, which writes dg; and the passes whose sums all go backward in time.
-template <class Pass> constexpr bool WRITES_GATE_GRADIENT = SERVES_GATE_GRADIENT<Pass> && SUMS<Pass> == 2;
-template <class Pass> constexpr bool ALL_BACKWARD = SUMS<Pass> == 2;
+// Passes: what one launch computes, as the table in the head of weighted_sums.cu has it.
+struct OneSum {
+  static constexpr u32 SUMS = 1;                       // sums of a launch, each by blocks of its own
+  static constexpr bool HAS_OUTPUTS = true;            // computes o, and so reads q; without it, states alone
+  static constexpr bool SPLITS_STATE = false;          // reads S as the sum of two bfloat16 numbers, not as one
+  static constexpr bool SERVES_GATE_GRADIENT = false;  // one of the two passes that compute dg together
+};
+struct Whole : OneSum {
+  static constexpr bool SPLITS_STATE = true;
+};
+struct Summary : OneSum {
+  static constexpr bool HAS_OUTPUTS = false;
+};
+struct Queries : OneSum {};
+struct GatedQueries : OneSum {
+  static constexpr bool SERVES_GATE_GRADIENT = true;
+};
+struct Keys : OneSum {
+  static constexpr u32 SUMS = 2;
+};
+struct GatedKeys : Keys {
+  static constexpr bool SERVES_GATE_GRADIENT = true;
+};
+struct Gradients : OneSum {
+  static constexpr u32 SUMS = 3;
+};
+// GatedKeys, which writes dg; the passes whose sums all go backward in time: dk and dv; and the one, Gradients, some of
+// whose sums do: each tells by WeightedSum::backwards.
+template <class Pass> constexpr bool WRITES_GATE_GRADIENT = Pass::SERVES_GATE_GRADIENT && Pass::SUMS == 2;
+template <class Pass> constexpr bool ALL_BACKWARD = Pass::SUMS == 2;
+template <class Pass> constexpr bool SOME_BACKWARD = Pass::SUMS == 3;
 
 // Whether the blocks of a head's two sums, dk and dv, form a cluster.
 template <class Pass, int BK, int BV> constexpr bool IN_CLUSTER = WRITES_GATE_GRADIENT<Pass> && BK + BV == 256;
@@ -42,7 +47,7 @@ constexpr int CLUSTER_LEAD = 2;  // one block requests at most this many chunks 
 
 // Whether this block's sum has terms of dg: dq and dk have, dv, the second sum of GatedKeys, has not.
 template <class Pass> __device__ __forceinline__ bool block_serves_gate_gradient() {
-  return SERVES_GATE_GRADIENT<Pass> && opaque(blockIdx.x) % SUMS<Pass> == 0;  // opaque: no register holds it
+  return Pass::SERVES_GATE_GRADIENT && opaque(blockIdx.x) % Pass::SUMS == 0;  // opaque: no register holds it
 }
 
 // One sum: its arrays by their roles (see the head of weighted_sums.cu). K is the width of q and k, V that of v and o.
@@ -60,7 +65,7 @@ struct alignas(64) WeightedSum {
 };
 
 template <class Pass, typename G> struct Args {
-  WeightedSum sums[SUMS<Pass>];
+  WeightedSum sums[Pass::SUMS];
   StridedRows<const G> g;
   Shape shape;
   float* decays;  // Summary: [N, H, 2, K], the decay over all chunks, and 1
@@ -99,8 +104,8 @@ template <int BK, int BV, bool GATE> struct alignas(1024) Stage : Partner<BV, GA
 };
 
 template <class Pass, int BK, int BV> struct Shared {
-  static constexpr int STAGES = SERVES_GATE_GRADIENT<Pass> ? BK + BV == 128 ? 2 : 3 : BK + BV == 192 ? 4 : 3;
-  Stage<BK, BV, SERVES_GATE_GRADIENT<Pass>> stages[STAGES];
+  static constexpr int STAGES = Pass::SERVES_GATE_GRADIENT ? BK + BV == 128 ? 2 : 3 : BK + BV == 192 ? 4 : 3;
+  Stage<BK, BV, Pass::SERVES_GATE_GRADIENT> stages[STAGES];
   Gates gates[STAGES];
   MBarrier full[STAGES], scores[STAGES], done[STAGES], summed[STAGES];
   MBarrier requested[2 * CLUSTER_LEAD];  // twice, since the other block may be as far ahead as this one has requested
