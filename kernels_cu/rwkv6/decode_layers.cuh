@@ -46,13 +46,6 @@
 //   input_of: the input of a tile; norm_of: the parameters for it
 //   most_of_grid: the largest key of all blocks, counted in args.brought, in the last block to call; 0 in others
 //   opaque: hides a value's origin from the compiler
-//
-// Similar names:
-//   HELD            stages of a vector's operands that a lane has in registers at a time
-//   HOLDS           whether lanes load HELD_STAGES stages of weights, `held` in `products`, before the vector is there:
-//                   the version's HOLDS_WEIGHTS, but false for int8 weights
-//   HELD, `held` in `normalise`: groups of channels, their parameters
-//   NEIGHBOURS in `take_x`: words in 16 bytes; Block::NEIGHBOURS: the same for the type Word
 
 // Version: the class of the version's phases, which is derived from this one. It has
 //   finish   stores results of phases other than OUTPUT, FFN_VALUE and HEAD
@@ -74,6 +67,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   typedef typename Block::Channels Channels;
   typedef typename Block::Operands Operands;
   typedef typename Block::Word Word;
+  static_assert(VECTORS == 2 || VECTORS == 1 && KEEPS_NORM, "a phase with two inputs is normed once");
   int tile_count;     // tiles of all phases so far: even and odd ones use the two places in s.tile_sums
   u64 likeliest = 0;  // key_of the lane's largest logit
 
@@ -86,9 +80,11 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   static constexpr int GROUP = PACKED > 1 ? 2 : 1;  // stages multiplied at a time
   static constexpr int CHAINS =
       sizeof(T) == 4 ? 1 : STEPS;  // independent sums, so that products do not wait for one another
-  // With digits, a vector of up to 2048 numbers is loaded once for all tiles.
-  static constexpr int HELD = DIGITS ? 2048 / Lane<T>::STAGE : GROUP;
-  // Not with int8, whose vector takes these registers (HELD).
+  // Stages of a vector's operands that a lane has in registers at a time. With digits, a vector of up to 2048 numbers
+  // is loaded once for all tiles.
+  static constexpr int VECTOR_STAGES = DIGITS ? 2048 / Lane<T>::STAGE : GROUP;
+  // Whether lanes load HELD_STAGES stages of weights (`held` in `products`) before the vector is there. Not with int8,
+  // whose vector takes these registers (VECTOR_STAGES).
   static constexpr bool HOLDS = HOLDS_WEIGHTS && !DIGITS;
   static constexpr int HELD_STAGES = 2;
   static constexpr int LANES = DIGITS ? 2 : 1;  // lanes of the finishing warp for each row
@@ -136,19 +132,19 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
 
   // Waits for the words of x [D], and stores their numbers in floats(), in the staging area.
   template <typename W> __device__ __forceinline__ void take_x(const W* words, u32 epoch) {
-    constexpr int NEIGHBOURS = 16 / sizeof(W), LOADS = 8 / NEIGHBOURS;
+    constexpr int TOGETHER = 16 / sizeof(W) /* words of a load */, LOADS = 8 / TOGETHER;
 #pragma unroll 1
-    for (int start = NEIGHBOURS * tid; start < D; start += LOADS * NEIGHBOURS * THREADS) {
+    for (int start = TOGETHER * tid; start < D; start += LOADS * TOGETHER * THREADS) {
       const W* from[LOADS];
-      W found[LOADS][NEIGHBOURS];
-      const auto at = [&](int n) { return min(start + n * NEIGHBOURS * THREADS, D - NEIGHBOURS); };
+      W found[LOADS][TOGETHER];
+      const auto at = [&](int n) { return min(start + n * TOGETHER * THREADS, D - TOGETHER); };
 #pragma unroll
       for (int n = 0; n < LOADS; ++n) from[n] = words + at(n);
       take_words(found, from, epoch);
 #pragma unroll
       for (int n = 0; n < LOADS; ++n)
 #pragma unroll
-        for (int i = 0; i < NEIGHBOURS; i += 2)
+        for (int i = 0; i < TOGETHER; i += 2)
           *reinterpret_cast<float2*>(floats() + at(n) + i) = {number(found[n][i]), number(found[n][i + 1])};
     }
   }
@@ -168,29 +164,29 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   // VECTORS is 2, for both mixes of FFN_INPUTS; if KEEPS_NORM, keeps xx for `mix_again`. The block that has the phase's
   // tile 0 stores words of xx for others.
   __device__ __forceinline__ void normalise(i64 layer, int phase, int tile) {
-    constexpr int HELD = 2;  // groups of four channels whose parameters a thread loads before it waits for x
+    constexpr int AHEAD = 2;  // groups of four channels whose parameters a thread loads before it waits for x
     Word* const xx = tile == 0 && phase != HEAD ? normed_words(phase == FFN_INPUTS) : nullptr;
     const bool twice = VECTORS == 2 && phase == FFN_INPUTS;
     const Norm norm = norm_of(args, layer, phase, VECTORS == 2 ? 0 : input_of(args, phase, tile));
     const float inverse_D = 1.f / D;
     const auto load = [&](const float* from, int j) { return from && j < D ? load4(from + j) : float4{}; };
-    // Of HELD groups of four channels: the norm's and the mix's parameters; the previous token's xx; the second mix's
+    // Of AHEAD groups of four channels: the norm's and the mix's parameters; the previous token's xx; the second mix's
     // maa.
-    Channels held[HELD];
-    float4 old[HELD], second_maa[HELD];
+    Channels ahead[AHEAD];
+    float4 old[AHEAD], second_maa[AHEAD];
     const auto load_channels = [&](int n, int j) {
-      held[n] = channels(norm, j), old[n] = load(norm.shift, j),
+      ahead[n] = channels(norm, j), old[n] = load(norm.shift, j),
       second_maa[n] = load(twice ? norm.maa + D : nullptr, j);
     };
 #pragma unroll
-    for (int n = 0; n < HELD; ++n) load_channels(n, 4 * (tid + n * THREADS));
+    for (int n = 0; n < AHEAD; ++n) load_channels(n, 4 * (tid + n * THREADS));
     take_x(layer, phase);
     Block::sum_for_norm(floats());  // s.sum, s.squares: by warp
     const float mean = Block::sum_of_warps(s.sum) * inverse_D;
     const float scale = inverse_root(Block::sum_of_warps(s.squares) * inverse_D + float(args.eps));
     const auto store_mixes = [&](int n, int j) {
       if (j >= D) return;
-      Channels& c = held[n];
+      Channels& c = ahead[n];
       const float4 y = Block::normed(load4(floats() + j), mean, scale, c);
       const auto store = [&](int vector, const float4& x) {
         if (DIGITS) *reinterpret_cast<float4*>(floats() + vector * D + j) = x;
@@ -205,9 +201,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
       put_word(xx + j + 2, y.z, epoch), put_word(xx + j + 3, y.w, epoch);
     };
 #pragma unroll
-    for (int n = 0; n < HELD; ++n) store_mixes(n, 4 * (tid + n * THREADS));
+    for (int n = 0; n < AHEAD; ++n) store_mixes(n, 4 * (tid + n * THREADS));
 #pragma unroll 1
-    for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) load_channels(0, j), store_mixes(0, j);
+    for (int j = 4 * (tid + AHEAD * THREADS); j < D; j += 4 * THREADS) load_channels(0, j), store_mixes(0, j);
     sync();  // the operands, or the numbers that become digits, are in shared memory
     if (DIGITS)
 #pragma unroll 1
@@ -364,10 +360,10 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     if (normed) normalise(layer, phase, tiles[0]);
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
     const int K = opaque(depth_of(args, phase));
-    const int staged = normed ? K : min(K, int(args.staged));        // numbers in the staging area at a time
-    const bool in_registers = DIGITS && K <= HELD * Lane<T>::STAGE;  // whether lanes hold the whole vector
-    int staged_input = -1;                                           // the input that is in the staging area
-    Operands x[HELD];  // of the vector: all of it if in_registers, otherwise of GROUP stages
+    const int staged = normed ? K : min(K, int(args.staged));                 // numbers in the staging area at a time
+    const bool in_registers = DIGITS && K <= VECTOR_STAGES * Lane<T>::STAGE;  // whether lanes hold the whole vector
+    int staged_input = -1;                                                    // the input that is in the staging area
+    Operands x[VECTOR_STAGES];  // of the vector: all of it if in_registers, otherwise of GROUP stages
 #pragma unroll 1
     for (int n = 0; n < tiles.count(); ++n, ++tile_count) {
       const int input = input_of(args, phase, tiles[n]), vector = normed && VECTORS == 2 ? input : 0;
@@ -379,7 +375,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         if (staged_input != input || staged < K) {
           if (!normed) version().fetch(phase, input, start, staged, count);
           else if (KEEPS_NORM && n > 0) mix_again(layer, phase, input);
-          if (in_registers) Block::template load_stages<HELD>(x, vector, staged, count, 0);
+          if (in_registers) Block::template load_stages<VECTOR_STAGES>(x, vector, staged, count, 0);
           staged_input = input;
         }
         const bool held_first = holds && n == 0;
@@ -390,7 +386,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         }
         if (in_registers) {
 #pragma unroll
-          for (int n = 0; n < HELD; n += GROUP) {  // n: a stage
+          for (int n = 0; n < VECTOR_STAGES; n += GROUP) {  // n: a stage
             if ((n + GROUP - 1) * Lane<T>::STAGE < count) multiply_slots<GROUP>(sums, x + n);
             else if (n * Lane<T>::STAGE < count) multiply_slots<1>(sums, x + n);
           }

@@ -51,6 +51,7 @@
 // source    Yang et al., 2024, "Gated Delta Networks", section 3.3; the gradient takes the same matrices, transposed
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV; BK, BV of 64, 128; K and V multiples of 8, since tensor maps
 //           describe rows of whole 16 bytes
+// tests     test_delta_on_hopper, test_compile: see scalar_chunks.cuh
 #include "delta/sm90/scalar_chunks.cuh"
 #include "lanes.cuh"
 
@@ -424,6 +425,97 @@ __device__ __forceinline__ void store_gradients(S& s, const Args<typename S::T>&
     }
 }
 
+// Stores <S, dS> over the warp's columns: the diagonals of products [16 columns of S, 8 columns of dS] over channels.
+template <class S>
+__device__ __forceinline__ void store_state_dot(S& s, int lane, int warp, int left_offset, int right_offset) {
+  using T = typename S::T;
+  float dots[2][4] = {};
+#pragma unroll 1
+  for (int column = 16 * warp; column < S::BV; column += 64)
+#pragma unroll
+    for (int c = 0; c < S::BK / 16; ++c) {
+      u32 a[4], b[4];
+      ldmatrix_x4(a, at_byte_offset(s.states[c / 4], shifted_offset(left_offset, column, c % 4 * 16)));
+      ldmatrix_x4(b, at_byte_offset(s.state_gradient[c / 4], shifted_offset(right_offset, column, c % 4 * 16)));
+      mma_m16n8k16(dots[0], a, {b[0], b[1]}, T{}), mma_m16n8k16(dots[1], a, {b[2], b[3]}, T{});
+    }
+  const int g = lane / 4;  // of diagonals a lane with t = g / 2 has column g % 2 of its two, in rows g and g + 8
+  const float diagonal = g % 2 ? dots[0][1] + dots[1][3] : dots[0][0] + dots[1][2];
+  const float sum = warp_sum(lane % 4 == g / 2 ? diagonal : 0.f);
+  if (lane == 0) s.state_dots[warp] = sum;
+}
+
+// Makes the warp's rows d of S do and S dv the first terms of dq and dk, and stores read_terms: their products with the
+// same rows of q and k.
+template <class S>
+__device__ __forceinline__ void scale_state_products(S& s, float (&d)[S::BK / 64][32], int stage, int lane, int warp,
+                                                     int own_offset) {
+  const TokenGates& gates = s.gates[stage];
+  const bool has_keys = warp >= 2;
+  const int row = 16 * (warp & 1) + lane / 4;
+  const float* const factors = has_keys ? gates.key_start_factors : gates.query_start_factors;
+  const float factor[2] = {has_keys ? -factors[row] : factors[row], has_keys ? -factors[row + 8] : factors[row + 8]};
+  float terms[2] = {};
+#pragma unroll
+  for (int p = 0; p < S::BK / 64; ++p)
+    each_of_panel(s.stages[stage].queries_keys[p], own_offset, [&](int i, float2 x, int h) {
+      d[p][i] *= factor[h], d[p][i + 1] *= factor[h];
+      terms[h] = fmaf(x.x, d[p][i], fmaf(x.y, d[p][i + 1], terms[h]));
+    });
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    terms[h] = sum_over_lanes<4>(terms[h]);
+    if (lane % 4 == 0) s.read_terms[has_keys][row + 8 * h] = terms[h];
+  }
+}
+
+// Adds to d, the warp's rows of dq or dk, the products of H and P with queries and keys; returns when they have ended.
+// Called by the whole warpgroup, once all its warps have stored H and P.
+template <class Stage, int PANELS>
+__device__ __forceinline__ void add_pair_products(float (&d)[PANELS][32], Stage& in, int lane, int warp,
+                                                  int left_offset, int right_offset) {
+  using T = typename Stage::Element;
+  const bool has_keys = warp >= 2;
+  const int first_row = 16 * (warp & 1);
+  // Left operands. Warps of queries multiply keys by H. Warps of keys multiply keys by P + P^T, and queries by H^T;
+  // warps of queries multiply queries by 0. Indices: [tokens from 0 or from 16 on][rounded elements, or errors].
+  u32 for_keys[2][2][4], for_queries[2][2][4];
+#pragma unroll
+  for (int c = 0; c < 2; ++c)
+#pragma unroll
+    for (int errors = 0; errors < 2; ++errors) {
+      auto& left = has_keys ? in.P : in.H;
+      ldmatrix_x4(for_keys[c][errors],
+                  at_byte_offset(left, shifted_offset(left_offset, first_row, 16 * c + 32 * errors)));
+      u32 transposed_P[4];
+      ldmatrix_x4_trans(transposed_P,
+                        at_byte_offset(in.P, shifted_offset(right_offset, 16 * c, first_row + 32 * errors)));
+      ldmatrix_x4_trans(for_queries[c][errors],
+                        at_byte_offset(in.H, shifted_offset(right_offset, 16 * c, first_row + 32 * errors)));
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        for_keys[c][errors][m] |= has_keys ? transposed_P[m] : 0;  // P_ij or P_ji is +0
+        for_queries[c][errors][m] = has_keys ? for_queries[c][errors][m] : 0;
+      }
+    }
+  const u64 rows = k_major_tile(in.queries_keys);
+  wgmma_fence();
+#pragma unroll
+  for (int p = 0; p < PANELS; ++p)
+#pragma unroll
+    for (int errors = 1; errors >= 0; --errors)  // the small products first
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const u64 queries = rows + p * (sizeof in.queries_keys[0] / 16) + c * (16 * 128 / 16);
+        wgmma<T, 64, MN_MAJOR>(d[p], for_keys[c][errors], queries + CHUNK * 128 / 16, ACCUMULATE);
+        wgmma<T, 64, MN_MAJOR>(d[p], for_queries[c][errors], queries, ACCUMULATE);
+      }
+  wgmma_commit();
+  wgmma_wait<0>();
+#pragma unroll
+  for (int p = 0; p < PANELS; ++p) wgmma_fence_operand(d[p]);
+}
+
 // The gradients' warpgroup. For each chunk n it makes M of chunk n + 2, Z of chunk n + 1, and dq, dk, dbeta and dg of
 // chunk n. Warps 0 and 1 have 16 queries each, warps 2 and 3 have 16 keys each.
 template <class S>
@@ -460,43 +552,12 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     for (int p = 0; p < PANELS; ++p) start_gradient_product(d[p], s.gradients, s.states[p]);
     wgmma_commit();
     mbarrier_wait(s.state_gradient_full, parity);
-    if (args.dg.p) {  // <S, dS>: the diagonals of products [16 columns of S, 8 columns of dS] over channels
-      float dots[2][4] = {};
-#pragma unroll 1
-      for (int column = 16 * warp; column < S::BV; column += 64)
-#pragma unroll
-        for (int c = 0; c < 4 * PANELS; ++c) {
-          u32 a[4], b[4];
-          ldmatrix_x4(a, at_byte_offset(s.states[c / 4], shifted_offset(left_offset, column, c % 4 * 16)));
-          ldmatrix_x4(b, at_byte_offset(s.state_gradient[c / 4], shifted_offset(right_offset, column, c % 4 * 16)));
-          mma_m16n8k16(dots[0], a, {b[0], b[1]}, T{}), mma_m16n8k16(dots[1], a, {b[2], b[3]}, T{});
-        }
-      const int g = lane / 4;  // of diagonals a lane with t = g / 2 has column g % 2 of its two, in rows g and g + 8
-      const float diagonal = g % 2 ? dots[0][1] + dots[1][3] : dots[0][0] + dots[1][2];
-      const float sum = warp_sum(lane % 4 == g / 2 ? diagonal : 0.f);
-      if (lane == 0) s.state_dots[warp] = sum;
-    }
+    if (args.dg.p) store_state_dot(s, lane, warp, left_offset, right_offset);
     wgmma_wait<0>();
 #pragma unroll
     for (int p = 0; p < PANELS; ++p) wgmma_fence_operand(d[p]);
     warp_arrive(s.states_read);
-    {
-      const float* const factors = has_keys ? gates.key_start_factors : gates.query_start_factors;
-      const float factor[2] = {has_keys ? -factors[row] : factors[row],
-                               has_keys ? -factors[row + 8] : factors[row + 8]};
-      float terms[2] = {};
-#pragma unroll
-      for (int p = 0; p < PANELS; ++p)
-        each_of_panel(in.queries_keys[p], own_offset, [&](int i, float2 x, int h) {
-          d[p][i] *= factor[h], d[p][i + 1] *= factor[h];
-          terms[h] = fmaf(x.x, d[p][i], fmaf(x.y, d[p][i + 1], terms[h]));
-        });
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        terms[h] = sum_over_lanes<4>(terms[h]);
-        if (lane % 4 == 0) s.read_terms[has_keys][row + 8 * h] = terms[h];
-      }
-    }
+    scale_state_products(s, d, ring.stage, lane, warp, own_offset);
     if (token + CHUNK < work.tokens) make_Z(s, Z_ring, channel_offset);
 
     mbarrier_wait(s.residuals_ready[values_ring.stage], values_ring.parity);
@@ -546,45 +607,7 @@ __device__ __forceinline__ void compute_gradients(S& s, const Args<typename S::T
     if (token + 2 * CHUNK < work.tokens) make_scores(s, scores_ring, lane, warp, left_offset);
     named_barrier_sync(1, OPERAND_THREADS);  // terms, H and P are in shared memory
     store_token_gradients(s, args, work, token, gates, lane, warp);
-    {
-      // Left operands. Warps of queries multiply keys by H. Warps of keys multiply keys by P + P^T, and queries by H^T;
-      // warps of queries multiply queries by 0. Indices: [tokens from 0 or from 16 on][rounded elements, or errors].
-      u32 for_keys[2][2][4], for_queries[2][2][4];
-#pragma unroll
-      for (int c = 0; c < 2; ++c)
-#pragma unroll
-        for (int errors = 0; errors < 2; ++errors) {
-          auto& left = has_keys ? in.P : in.H;
-          ldmatrix_x4(for_keys[c][errors],
-                      at_byte_offset(left, shifted_offset(left_offset, first_row, 16 * c + 32 * errors)));
-          u32 transposed_P[4];
-          ldmatrix_x4_trans(transposed_P,
-                            at_byte_offset(in.P, shifted_offset(right_offset, 16 * c, first_row + 32 * errors)));
-          ldmatrix_x4_trans(for_queries[c][errors],
-                            at_byte_offset(in.H, shifted_offset(right_offset, 16 * c, first_row + 32 * errors)));
-#pragma unroll
-          for (int m = 0; m < 4; ++m) {
-            for_keys[c][errors][m] |= has_keys ? transposed_P[m] : 0;  // P_ij or P_ji is +0
-            for_queries[c][errors][m] = has_keys ? for_queries[c][errors][m] : 0;
-          }
-        }
-      const u64 rows = k_major_tile(in.queries_keys);
-      wgmma_fence();
-#pragma unroll
-      for (int p = 0; p < PANELS; ++p)
-#pragma unroll
-        for (int errors = 1; errors >= 0; --errors)  // the small products first
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const u64 queries = rows + p * (sizeof in.queries_keys[0] / 16) + c * (16 * 128 / 16);
-            wgmma<T, 64, MN_MAJOR>(d[p], for_keys[c][errors], queries + CHUNK * 128 / 16, ACCUMULATE);
-            wgmma<T, 64, MN_MAJOR>(d[p], for_queries[c][errors], queries, ACCUMULATE);
-          }
-      wgmma_commit();
-      wgmma_wait<0>();
-#pragma unroll
-      for (int p = 0; p < PANELS; ++p) wgmma_fence_operand(d[p]);
-    }
+    add_pair_products(d, in, lane, warp, left_offset, right_offset);
     named_barrier_sync(1, OPERAND_THREADS);  // all products that read queries and keys have ended; terms have been read
     store_gradients(s, args, work, token, ring.stage, d, lane, warp, own_offset);
     fence_proxy_async();

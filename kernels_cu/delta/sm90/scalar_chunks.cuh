@@ -6,7 +6,9 @@
 //           over tokens: D_ij from after token j through token i, E_i from the chunk's start through i, L_i from after
 //           i to the chunk's end. Matrices [32, 32]:
 //           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  N = (I + diag(beta) M)^-1
-//           Which others there are depends on S::PASS:
+//           Which others there are depends on S::PASS, the pass of the including kernel: scalar_forward.cu is FORWARD,
+//           scalar_summary.cu SUMMARY or BACKWARD_SUMMARY, scalar_backward_states.cu BACKWARD_STATES,
+//           scalar_backward_tokens.cu BACKWARD_TOKENS.
 //           FORWARD: B = A N diag(beta);  W_i = scale E_i q_i - sum_j B_ij E_j k_j;  Z_j = beta_j sum_i N_ij L_i k_i;
 //           X_j = v_j - E_j S^T k_j
 //           BACKWARD_STATES: the same B and Z without beta; W_i = scale E_i q_i - sum_j B_ij beta_j E_j k_j. Chunks are
@@ -49,6 +51,9 @@
 //           never a quotient. A token's decay that is infinite or NaN also makes NaN of zeros of D, for keys after the
 //           query
 // limits    sm_90a; bfloat16 or float16
+// tests     test_delta_on_hopper, in whose emulator a product is computed only when it is waited for, and whoever waits
+//           at an mbarrier goes on as soon as its phase ends: a wait or an arrival in a wrong place changes results.
+//           test_compile: no spills, no product that the assembler serialises
 constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 #include "warpgroup.cuh"
 #include "delta/segments.cuh"
@@ -90,8 +95,10 @@ template <typename T, int BK, int BV> struct alignas(1024) Stage {
       float minus_beta_M[CHUNK][32];
       Panel<T> A;  // [query, key], split
     };
+    // Z[0] overwrites minus_beta_M once this has been inverted; Z[1], if BK = 128, A once B has been computed.
     Panel<T> Z[BK / 64];
   };
+  static_assert(sizeof minus_beta_M == sizeof(Panel<T>) && BK <= 128);
   union {
     Panel<T> inverse_to_end;  // element [i, j] of `inverse` times key_end_factors[i] of Gates; [j, i], split: for Z
     Panel<T> B;               // [query, key], split
@@ -557,7 +564,7 @@ template <class Stage> __device__ __forceinline__ int descriptor_offset(Stage& s
 // number that is summed over, not for each column of d>; a step takes 16 channels, 32 bytes of each row.
 template <class Stage> __device__ __forceinline__ void start_scores(Values& d, Stage& in) {
   // queries_keys is the stage's first member: the offset of the first panel's keys in the stage is also their distance
-  // from the panel's queries, in every panel.
+  // from the panel's queries, in every panel. (As a constant, it costs registers in scalar_backward_tokens.cu.)
   const u64 descriptor = stage_descriptor(in);
 #pragma unroll
   for (int c = 0; c < 4 * int(sizeof in.queries_keys / sizeof in.queries_keys[0]); ++c) {
