@@ -47,6 +47,9 @@
 //           If columns of V have gates, too (Columns; GLA only), dA comes from value_gate/backward_scores.cu.
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    none
+// instances T and G are float32 (PRODUCTS of 1 and 3), or T has 16 bits and G is T or float32 (PRODUCTS of 1; of 3,
+//           too, with GLA, Ungated and float32 gates). Ungated: GLA and RWKV-6; Gated, GatedTurned: GLA
+// tests     test_gradient_kernels; Gated, GatedTurned: test_value_gate; gates that grow: test_growth_gradients
 //
 // Layout. A warp has 16 channels, from warp_channel on. Of these and of 16 tokens, two sub-chunks, a lane has
 //   channels      lane_channel + 8 octet, octet 0 or 1; lane_channel = lane / 4

@@ -29,6 +29,7 @@
 //           added to those of all columns, or the other way round: neither decay is infinite where their product is not
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sequences of at most 16 tokens; any K and V, with gv at most 2,560 (MOST_GATED)
+// instances T and G: float32, or T of 16 bits with G of T or float32; both orders, and GLA with gv (GATED)
 // tests     test_short_sequences; with gv test_value_gate
 #include "lanes.cuh"
 #include "read_order.cuh"

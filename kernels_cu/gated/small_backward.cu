@@ -19,6 +19,7 @@
 // numerics  float32 throughout; the gates' gradient is a sum without subtractions
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
+// instances both orders, D, and T and G: float32, or T of 16 bits with G of T or float32
 // tests     test_small_heads, test_gradient_kernels
 //
 // Names (small_heads.cuh). A step is STEP = 8 tokens. Tile: a step's rows of all heads of a warp; load_row and `put`

@@ -19,6 +19,7 @@
 //           warp's two sub-chunks are computed one by one, without a middle
 // source    Yang et al., 2024, section 4.3 (secondary chunking)
 // limits    K <= BK; BK of 64, 128, 256; C a multiple of 16
+// instances both orders, BK, and T and G: float32, or T of 16 bits with G of T or float32
 // tests     test_stages, its case "positive" for pairs one by one
 #include "read_order.cuh"
 #include "decays.cuh"

@@ -2,7 +2,6 @@
 //           S in registers. Computes dk, dv, the gradient dg of the log gates, and the initial state's gradient dh0.
 // modes     ReadOrder, OneEach, InTurn, joined (segments 0 and 1), units: as in backward_queries.cu
 //           BK = 64, 128   consumers make dv, or a warpgroup of its own does (HAS_SCORE_WARPGROUP)
-//           instances: the same 64 as of backward_queries.cu, so that one choice serves both passes
 //           by_token       of a chunk and all of the block: a flag of the first pass is set, or dS is too large for
 //                          float16 data. Such a chunk goes through the same phases of all barriers
 // math      per chunk of 32 tokens in four sub-chunks of 8, dS being the gradient of the state S' after it and S the
@@ -38,8 +37,8 @@
 //           last warpgroup   waits for done; copies the results to memory, and the next chunk to their place
 //           Iterations of a block count the chunks of all its segments; an iteration's stage is its number modulo
 //           STAGES, or VALUE_STAGES, and it waits for phase (number / stages) of that stage's barriers
-// order     What compute_chunk, in `consume`, must keep, and what fails where it does not (the emulator computes a
-//           product when it is waited for; test_compile finds operands that are overwritten before):
+// order     What compute_chunk, in `consume`, must keep, and which test fails where it does not (the emulator computes
+//           a product when it is waited for; test_compile finds operands that are overwritten before):
 //             q and g are read before put_within overwrites them           test_gradient_kernels
 //             s.dS and the product with v take dS before it is decayed     test_gradient_kernels, test_compile
 //             `down` takes back every `up`                                 test_gradient_kernels (float16)
@@ -50,7 +49,7 @@
 //           unless it is larger than kept_ratio c; kept_ratio is infinite, or 2^-7 before chunks with large growth
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
-// tests     those of backward_queries.cu
+// instances, tests  those of backward_queries.cu
 //
 // From warpgroup.cuh
 //   Tile<X, D>          D numbers of type X of each of the chunk's tokens

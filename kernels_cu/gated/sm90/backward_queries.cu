@@ -7,8 +7,6 @@
 //           units             of a chunk: query_share is stored in multiples of a power of 2, its unit. G bfloat16:
 //                             unless by_token. G float16: if by_token, or if float16 does not hold it. Float32: never
 //           by_token          of a chunk and a warp's 16 channels: gates grow too much for products (growth.cuh)
-//           instances: all 64 of ReadOrder, T of bfloat16 and float16, G of T and float32, BK and BV of 64 and 128, and
-//           OneEach, InTurn
 // math      per chunk of 32 tokens in four sub-chunks of 8, S being the state before it; i, j and t are its tokens.
 //           Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j + 1 to i, E_i over
 //           those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
@@ -37,8 +35,8 @@
 //           three warps    wait for arrived; store dA and float_do                                dA_stored
 //           consumers      wait for dA_stored and full; store dq over q and query_share over g    done
 //           copying warp   waits for done; copies the results to memory, then the next chunk to the stage
-// order     What `consume` must keep, and what fails where it does not (the emulator computes a product
-//           when it is waited for; test_compile finds operands that are overwritten before):
+// order     What `consume` must keep, and which test fails where it does not (the emulator computes a product when it
+//           is waited for; test_compile finds operands that are overwritten before):
 //             the product that reads S ends before S changes              test_gradient_kernels
 //             the product that adds to S ends before start_chunk          test_gradient_kernels, test_compile
 //             by_token is known before S changes                          test_growth_gradients
@@ -50,6 +48,7 @@
 //           cancel but for float32's rounding. The state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K and V of a launch up to 128, multiples of 8; rows start on 16 bytes
+// instances all of both orders, both T, G of T and float32, BK and BV, OneEach and InTurn
 // tests     test_gradient_kernels; test_gradient_segments (joined, InTurn); test_growth_gradients (by_token);
 //           test_gate_paths (units); test_gradient_tiles (args.adds); test_compile (no spills)
 //

@@ -21,6 +21,7 @@
 // numerics  S and dS in float32; tokens whose decay to the border is below e^-48 are left out
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    sm_90a; bfloat16, float16; V <= BV; K and V multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
+// instances all of both orders, both T, G of T and float32, BK and BV
 // tests     test_gradient_segments; test_growth_gradients (the second walk)
 //
 // From warpgroup.cuh

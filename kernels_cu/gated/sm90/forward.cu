@@ -17,6 +17,11 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; float16 or bfloat16 data T; K and V multiples of 8; a block has at most BK channels of K and BV
 //           columns of V, BK and BV 64 or 128; rows start on 16 bytes
+// instances Order, T, G, BK and BV of each Schedule:
+//             SinglePass     both orders, both T, G of T and float32, all BK and BV; GLA with float16 and ScalarDecay
+//             ClusterSplitK  the same with BK = 128; GLA with both T and ScalarDecay
+//             ClusterSplitV  the same with BV = 64; never ScalarDecay
+//             SegmentState   all of both T, G of T, float32 and ScalarDecay, BK and BV; AfterWrite for either operator
 // tests     test_contract, test_segments, test_gate_paths; test_growth_on_hopper (by token); test_compile (no spills)
 //
 // Names. Of a Schedule: CLUSTER_SIZE, blocks of a cluster; K_RANKS, blocks that share the channels; CHUNK_RANKS, blocks
