@@ -95,6 +95,7 @@ CASES = {
     "initial-f64": Case(initial="float64", H=1),
     "bthd": Case(layout="bthd", B=2),
     "scale": Case(scale=-2.0),
+    "small-scale-f16": Case(T=130, K=64, V=64, H=1, dtype="float16", gate="weak", dht=False, scale=1e-4),
     "packed": Case(lengths=(0, 1, 17, 0, 20, 0)),
     "packed-many": Case(lengths=(2,) * 19, H=3, K=6),
     "packed-kept": Case(lengths=(300, 0, 257, 16), H=1),

@@ -41,7 +41,7 @@
 //           a product when it is waited for; test_compile finds operands that are overwritten before):
 //             q and g are read before put_within overwrites them           test_gradient_kernels
 //             s.dS and the product with v take dS before it is decayed     test_gradient_kernels, test_compile
-//             `down` takes back every `up`                                 test_gradient_kernels (float16)
+//             `down` takes back every `up`                                 test_gradient_kernels, test_large_values
 //             dk and dg are stored after the wait for `within`             test_gradient_kernels
 //           Any other order serves registers and latencies: test_compile fails where a kernel spills more
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
