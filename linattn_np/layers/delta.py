@@ -25,8 +25,8 @@ class DeltaLayer(Layer):
     """The base of the layers of delta rules. A subclass defines the operator, its gate, and the gate of its output.
 
     Sizes: B rows, T tokens, D channels of the layer, H heads of q and k with K channels, HV heads of v with V, W tokens
-    of a convolution, N sequences. `conv_start` and `conv_end` [N, W - 1, C] are the projections q, k and v, side by
-    side, of the last W - 1 tokens before a call and at its end.
+    of a convolution, N sequences; C = 2 H K + HV V channels of the projections q, k and v, side by side. `conv_start`
+    and `conv_end` [N, W - 1, C] are these projections of the last W - 1 tokens before a call and at its end.
     """
 
     required: ClassVar[tuple[str, ...]] = REQUIRED

@@ -45,8 +45,7 @@ def forward(schedule, o, states):
         done = materialized(schedule, o, final, states)
     else:
         done = in_parallel(lambda rows: streamed(schedule, rows, o, final, states), blocks, caller=True)
-    undone = [rows for rows, accurate in zip(blocks, done) if not accurate or not schedule.finite_states(final, rows)]
-    if undone:
+    if undone := schedule.undone(blocks, done, final):
         redo(schedule, undone, o, final, states)
     return final
 
@@ -85,11 +84,9 @@ def compiled(schedule, o, final, states):
             assign(o_block, o_rows.reshape(o_block.shape))
 
     in_parallel(task, row_blocks(B, H, max(1, B * H // (TASKS * workers()))), caller=True)
-    return (
-        schedule.blocks
-        if undone_rows.all()
-        else [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(undone_rows).tolist()]
-    )
+    if undone_rows.all():
+        return schedule.blocks
+    return [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(undone_rows).tolist()]
 
 
 def mend(member, o, final):
@@ -157,9 +154,17 @@ class Schedule:
         u = self.member.bonus(rows)
         return None if u is None else u[:, 0, 0]
 
-    def finite_states(self, states, rows):
-        """Whether the states [N, H, K, V] of a block of rows are finite."""
-        return by_token.is_finite(self.of_rows(states, rows))
+    def undone(self, blocks, accurate, states):
+        """The blocks of rows to compute token by token: products were not accurate, or a last state is not finite.
+
+        accurate : for each block, whether products gave its results accurately
+        states : the states, or their gradients, [N, H, K, V] that the pass ended with
+        """
+        return [
+            rows
+            for rows, good in zip(blocks, accurate)
+            if not good or not by_token.is_finite(self.of_rows(states, rows))
+        ]
 
     def of_rows(self, states, rows):
         """The states [N, H, K, V] of a block of rows: a view [B, sequences per batch entry, H, K, V]."""
@@ -309,13 +314,9 @@ def vjp(member, o):
     def pull(do, dstates):
         gradients, final_gradient = Gradients(schedule), dstates.copy()
         done = in_parallel(lambda rows: backward(schedule, rows, do, states, dstates, gradients), schedule.blocks)
-        undone = [
-            rows
-            for rows, accurate in zip(schedule.blocks, done)
-            if not accurate or not schedule.finite_states(dstates, rows)
-        ]
         in_parallel(
-            lambda rows: backward_token_by_token(schedule, rows, do, states, final_gradient, dstates, gradients), undone
+            lambda rows: backward_token_by_token(schedule, rows, do, states, final_gradient, dstates, gradients),
+            schedule.undone(schedule.blocks, done, dstates),
         )
         du = None if member.u is None else gradients.du.sum((0, 2))
         return (gradients.dq, gradients.dk, gradients.dv, gradients.dg, du), dstates
@@ -403,11 +404,10 @@ class ChunkProducts:
         for gradient, other in ((dq, k), (dk, q)):
             weighted = np.multiply(diagonal_dA, other, out=scratch("dqg", other.shape))  # dqg is not needed any more
             gradient += weighted if u is None else np.multiply(u, weighted, out=weighted)
-        return (
-            None
-            if u is None
-            else (diagonal_dA.swapaxes(-1, -2) @ np.multiply(q, k, out=scratch("dqg", q.shape)))[..., 0, :]
-        )
+        if u is None:
+            return None
+        qk = np.multiply(q, k, out=scratch("dqg", q.shape))
+        return (diagonal_dA.swapaxes(-1, -2) @ qk)[..., 0, :]
 
 
 def backward_token_by_token(schedule, rows, do, states, final_gradient, initial_gradient, gradients):

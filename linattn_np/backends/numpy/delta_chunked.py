@@ -58,14 +58,13 @@ def vjp(problem, o):
         done = in_parallel(
             lambda rows: backward(member, schedule, rows, do, states, dstates, gradients), schedule.blocks
         )
-        for rows, accurate in zip(schedule.blocks, done):
-            if not accurate or not schedule.finite_states(dstates, rows):
-                block_problem, block_dfinal = member.block(schedule, rows, dfinal)
-                _, pull_block = recurrent.vjp(block_problem, equation, np.empty_like(o[rows]))
-                block_gradients, (initial,) = pull_block(do[rows], block_dfinal)
-                for gradient, x in zip(gradients, block_gradients, strict=True):
-                    gradient[rows] = x
-                member.put_states(schedule, rows, dstates, initial)
+        for rows in schedule.undone(schedule.blocks, done, dstates):
+            block_problem, block_dfinal = member.block(schedule, rows, dfinal)
+            _, pull_block = recurrent.vjp(block_problem, equation, np.empty_like(o[rows]))
+            block_gradients, (initial,) = pull_block(do[rows], block_dfinal)
+            for gradient, x in zip(gradients, block_gradients, strict=True):
+                gradient[rows] = x
+            member.put_states(schedule, rows, dstates, initial)
         return equation.of_the_callers(problem, gradients), (dstates,)
 
     return final, pull
@@ -77,8 +76,11 @@ def equation_of(problem):
 
 
 class DeltaArrays:
-    """The arrays of a call, with the attributes that `Schedule` needs to divide them into chunks; g is [B, H, T, K or
-    1]."""
+    """The arrays of a call, with the attributes that `Schedule` needs to divide them into chunks.
+
+    g : the gates [B, H, T, K or 1], zeros if the operator has none (`constant_gate`)
+    chunks : the class of the operator's chunks
+    """
 
     def __init__(self, problem):
         self.problem, self.scale = problem, problem.scale
@@ -96,7 +98,7 @@ class DeltaArrays:
         return recurrent.initial_states(self.problem)[0]
 
     def block(self, schedule, rows, states):
-        """(the problem of a block of rows alone, the parts of these states for it)."""
+        """(the problem of a block of rows alone, its share of `states` [N, H, K, V] as the one part of its state)."""
         problem, B = self.problem, self.k[rows].shape[0]
         H = self.k[rows].shape[1]
 
@@ -110,7 +112,7 @@ class DeltaArrays:
         return problem.replace(arrays=arrays, sizes=sizes, initial_state=initial), of_block(states)
 
     def put_states(self, schedule, rows, states, part):
-        """Writes the states of a block of rows to `states`."""
+        """Writes `part`, the states of the problem of a block of rows, to `states` of all rows."""
         block_states = schedule.of_rows(states, rows)
         block_states[...] = part.reshape(block_states.shape)
 
@@ -119,11 +121,10 @@ def forward(member, schedule, o, states):
     """Fills o, and unless it is None `states` with the state before each chunk; returns the final state's parts."""
     final = member.initial_state()
     done = in_parallel(lambda rows: streamed(member, schedule, rows, o, final, states), schedule.blocks, caller=True)
-    for rows, accurate in zip(schedule.blocks, done):
-        if not accurate or not schedule.finite_states(final, rows):
-            block_problem, _ = member.block(schedule, rows, final)
-            (last,) = recurrent.run(block_problem, equation_of(block_problem), o[rows])
-            member.put_states(schedule, rows, final, last)
+    for rows in schedule.undone(schedule.blocks, done, final):
+        block_problem, _ = member.block(schedule, rows, final)
+        (last,) = recurrent.run(block_problem, equation_of(block_problem), o[rows])
+        member.put_states(schedule, rows, final, last)
     return (final,)
 
 
