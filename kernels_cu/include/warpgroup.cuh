@@ -348,7 +348,7 @@ __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x
 // Starts y[channel, i] = sum_j x[channel, j] pairs[i, j], or +=, if `accumulate`; the caller fences, commits and waits,
 // as for write_state. `pairs` has a number for each query i and key j of the chunk. BY_KEY: y[channel, j] = sum_i
 // x[channel, i] pairs[i, j]. REMAINDERS: the product takes columns 32 to 63 of `pairs`, where a chunk of 32 tokens may
-// have the remainders of the pairs in columns 0 to 31. wgmma takes BY_KEY for MN_MAJOR (true) or K_MAJOR (false).
+// have the remainders of the pairs in columns 0 to 31.
 constexpr bool BY_QUERY = false, BY_KEY = true;
 template <bool BY_KEY, bool REMAINDERS = false>
 __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16 (&pairs)[CHUNK][64], bool accumulate) {
@@ -356,7 +356,7 @@ __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16
   const u64 b = k_major_tile(pairs) + (REMAINDERS ? 64 / 16 : 0);
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s)
-    wgmma<bf16, CHUNK, BY_KEY>(y, x[s], b + s * (BY_KEY ? 16 * 128 : 32) / 16, accumulate || s);
+    wgmma<bf16, CHUNK, BY_KEY ? MN_MAJOR : K_MAJOR>(y, x[s], b + s * (BY_KEY ? 16 * 128 : 32) / 16, accumulate || s);
 }
 
 // ---- scalar decays: one gate for all channels of a token ------------------------------------------------------------
