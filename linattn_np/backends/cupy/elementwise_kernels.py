@@ -45,12 +45,19 @@ class FeatureGradient(Kernel):
 
 
 class GateGradient(Kernel):
-    """dg [B, H, T, 1] of a gate that C channels share: the sum of `dg_channels` [B, H, T, C] over the channels."""
+    """dg [B, H, T, 1] of a gate that C channels share: the sum of `dg_channels` [B, H, T, C] over the channels. So many
+    `lanes` of a warp as `lanes` returns add those of a token."""
 
     file = "elementwise/gate_gradient"
-    arguments = members("strided dg_channels dg, int64s B H T_ C")
+    arguments = members("strided dg_channels dg, int64s B H T_ C lanes")
     threads = 128
+    LANE_CHANNELS: ClassVar[int] = 4  # that each lane adds, more only if the whole warp has too few lanes
     dtype: np.dtype  # of dg
+
+    @classmethod
+    def lanes(cls, C) -> int:
+        """The lanes that add C channels."""
+        return min(32, 1 << (ceil_div(C, cls.LANE_CHANNELS) - 1).bit_length())
 
 
 class SumArrays(Kernel):

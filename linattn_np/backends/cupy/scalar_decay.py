@@ -36,6 +36,7 @@ from .plan import FLOAT32, Draft, TensorMap, aligned16
 from .scalar_decay_kernels import SUMS_AT_ONCE, WeightedSums
 from .segments import HOPPER, PORTABLE, TILED
 
+WARP = 32  # threads
 COLUMNS_MULTIPLE = 4  # of which [S | z] has a multiple: float32 columns in 16 bytes
 # What `explain` prints if the gate is copied to every channel, by operator; NO_GATE_REASON for operators without gates.
 SPREAD_REASONS = {
@@ -61,7 +62,7 @@ def plan(problem, device, summaries=()):
     if not normalized(problem):
         return draft.plan((y, final), mode=gla_plan.mode, tiles=gla_plan.tiles)
     o = draft.output(problem)
-    launch_warp_per_token(draft, problem, Divide(problem.dtype), yz=y, o=o, V=problem.sizes["V"])
+    launch_by_tokens(draft, problem, Divide(problem.dtype), WARP, yz=y, o=o, V=problem.sizes["V"])
     if final is not None:
         final = split_state(draft, problem, final[0], (problem.state_dtype,) * 2)
     return draft.plan((draft.give_back(problem, o), final), mode=gla_plan.mode, tiles=gla_plan.tiles)
@@ -106,7 +107,8 @@ def plan_vjp(problem, device, do, dht, saved=(), summaries=()):
         y, _ = draft.include(plan_gla(draft, gla, device, reason))
         do, _ = draft.cotangents(problem, do)
         dyz, kernel = draft.empty(y.shape, y.dtype), DivideGradient(problem.dtype)
-        launch_warp_per_token(draft, problem, kernel, yz=y, do_=do, dyz=dyz, V=problem.sizes["V"], columns=y.shape[-1])
+        sizes = {"V": problem.sizes["V"], "columns": y.shape[-1]}
+        launch_by_tokens(draft, problem, kernel, WARP, yz=y, do_=do, dyz=dyz, **sizes)
         do, dht = dyz, dht and (joined_state(draft, problem, dht, "dht"),)
     gla_plan = plan_gla_vjp(draft, gla, device, do, dht, reason, summaries, wants_dg=bool(problem.op.gates))
     (dq, dk, dv, dg), dh0 = draft.include(gla_plan)
@@ -236,8 +238,9 @@ def gradient_of_gate(draft, problem, dg):
     if dg.ndim == 3:  # the identity as a feature map converts the dtype; tokens take the place of channels
         launch_feature_map(draft, dg[:, :, None], result[:, :, None], phi=None)
     else:
-        kernel = GateGradient(result.dtype)
-        launch_warp_per_token(draft, problem, kernel, dg_channels=dg, dg=result[..., None], C=dg.shape[-1])
+        kernel, lanes = GateGradient(result.dtype), GateGradient.lanes(dg.shape[-1])
+        arrays = {"dg_channels": dg, "dg": result[..., None]}
+        launch_by_tokens(draft, problem, kernel, lanes, **arrays, C=dg.shape[-1], lanes=lanes)
     return result
 
 
@@ -250,10 +253,10 @@ def feature_gradient(draft, phi, x, dy, name):
     return dx
 
 
-def launch_warp_per_token(draft, problem, kernel, **args):
-    """Launches a kernel with one warp (32 threads) for each token of each head."""
+def launch_by_tokens(draft, problem, kernel, threads, **args):
+    """Launches a kernel with so many threads for each token of each head."""
     B, H, T = problem.shape("B H T")
-    draft.launch(kernel, ceil_div(32 * B * H * T, kernel.threads), **args, B=B, H=H, T_=T)
+    draft.launch(kernel, ceil_div(threads * B * H * T, kernel.threads), **args, B=B, H=H, T_=T)
 
 
 def launch_feature_map(draft, x, y, phi, reason=""):
