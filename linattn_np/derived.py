@@ -18,6 +18,7 @@ import numpy as np
 
 from .graph_capture import refuse_lost_memory
 from .problem import Problem
+from .value_heads import in_words
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class RepeatedKeyHeads:
         inner = self.inner_call_layout(problem)
         with on_device_of(problem):
             for name in self.inner.shared:
-                x = problem[name]
-                in_groups(inner[name], x)[...] = x[:, :, None]
+                repeated, x = in_words(inner[name], problem[name])
+                in_groups(repeated, x)[...] = x[:, :, None]
         return inner
 
     def inner_call_layout(self, problem: Problem) -> Problem:

@@ -33,12 +33,29 @@ def unfold(x, groups: int):
 
 
 def merged(x, shape):
-    """`x` in another shape. If that needs a copy, and rows are whole 8 bytes, the copy moves 8 bytes at once: CuPy's
-    kernel finds the place of each element by divisions, so fewer elements are faster."""
-    address = x.ctypes.data if hasattr(x, "ctypes") else x.data.ptr  # of NumPy or CuPy
-    row = x.shape[-1] * x.dtype.itemsize
-    if x.strides[-1] != x.dtype.itemsize or any(n % 8 for n in (address, row, *x.strides[:-1])):
+    """`x` in another shape. If that needs a copy, it moves words as wide as rows allow."""
+    (words,) = in_words(x)
+    if words is x:
         return x.reshape(shape)
-    numbers = 8 // x.dtype.itemsize
-    words = x.view("uint64").reshape((*shape[:-1], shape[-1] // numbers))
-    return (words if words.strides[-1] == 8 else words.copy()).view(x.dtype)  # `view` needs contiguous rows
+    words = words.reshape((*shape[:-1], shape[-1] * x.dtype.itemsize // words.dtype.itemsize))
+    contiguous = words if words.strides[-1] == words.dtype.itemsize else words.copy()
+    return contiguous.view(x.dtype)  # `view` needs contiguous rows
+
+
+WORDS = {"complex128": 16, "uint64": 8, "uint32": 4}  # dtypes that copies take as they are, and their bytes
+
+
+def in_words(*arrays):
+    """The arrays as arrays of the widest WORDS of which all rows consist, or as they are. CuPy's kernels of copies find
+    the place of each element by divisions, so fewer elements are faster."""
+    places = [n for x in arrays for n in (address_of(x), x.shape[-1] * x.dtype.itemsize, *x.strides[:-1])]
+    in_rows = all(x.strides[-1] == x.dtype.itemsize for x in arrays)
+    for word, size in WORDS.items():
+        if in_rows and size > max(x.dtype.itemsize for x in arrays) and not any(n % size for n in places):
+            return [x.view(word) for x in arrays]
+    return arrays
+
+
+def address_of(x) -> int:
+    """Of a NumPy or CuPy array."""
+    return x.ctypes.data if hasattr(x, "ctypes") else x.data.ptr

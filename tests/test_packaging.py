@@ -199,7 +199,7 @@ ROOMS = {
     ),
     "problem": (["argument_checks", "varlen"], ["numpy"]),
     "graph_capture": (["errors"], ["cupy"]),
-    "derived": (["graph_capture", "problem"], ["numpy"]),
+    "derived": (["graph_capture", "problem", "value_heads"], ["numpy"]),
     "conversions": (["array_kinds", "graph_capture", "value_heads", "layouts", "problem"], ["numpy"]),
     "checked_calls": (
         ["array_kinds", "bounded_cache", "accepted_arrays", "layouts", "precisions", "problem"],

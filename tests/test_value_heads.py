@@ -287,3 +287,17 @@ def test_rows_of_any_length_are_folded(dtype, columns, rng):
     x = rng.random((2, 6, 5, columns)).astype(dtype)
     wanted = np.concatenate([x[:, g::3] for g in range(3)], -1)
     assert same_bits(value_heads.fold(x, 3), wanted) and same_bits(value_heads.unfold(wanted, 3), x)
+
+
+@pytest.mark.parametrize(
+    "V, offset, word", [(8, 0, 16), (8, 4, 8), (12, 0, 8), (6, 0, 4), (8, 2, 4), (7, 0, 2), (8, 1, 2)]
+)
+def test_copies_move_the_widest_words(V, offset, word):
+    """Of which all rows consist, wherever they start: the same bits, whatever is in them."""
+    x = np.arange(2 * 6 * 5 * V + offset, dtype=np.uint16).view(BFLOAT16)[offset:].reshape(2, 6, 5, V)
+    assert x.ctypes.data % 16 == 2 * offset % 16
+    (words,) = value_heads.in_words(x)
+    assert words.dtype.itemsize == word and words.shape[-1] * word == 2 * V
+    folded = value_heads.fold(x, 3)
+    assert same_bits(folded, x.reshape(2, 2, 3, 5, V).swapaxes(2, 3).reshape(2, 2, 5, 3 * V))
+    assert same_bits(value_heads.unfold(folded, 3), x)
