@@ -286,11 +286,14 @@ def plan_gla(draft, gla, device, reason, summaries=()):
 
 
 def copies_are_faster(gla, device) -> bool:
-    """Whether the forward pass is computed on copies whose rows are whole pieces of 16 bytes."""
+    """Whether the forward pass is computed on copies whose rows are whole pieces of 16 bytes, as
+    `segments.copies_are_faster` says for gates of every channel; a shared gate is copied for every channel after that.
+    """
     arrays = [gla[name] for name in "qkv"]
-    if segments.takes_small_forward(gla, device):
-        return segments.load_slowly(arrays, segments.LEAST_PIECE_OF_SMALL)
-    return segments.fits_two_blocks(gla) and segments.only_copies_fit_hopper(gla, device, arrays)
+    few = segments.are_small(gla, device) or gla.spans.longest <= segments.FEW_TOKENS
+    for_hopper = not segments.takes_small_forward(gla, device) and segments.only_copies_fit_hopper(gla, device, arrays)
+    least_piece = segments.LEAST_PIECE_OF_SMALL if few else segments.LEAST_PIECE
+    return for_hopper or segments.load_slowly(arrays, least_piece)
 
 
 def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
@@ -383,8 +386,8 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, summaries=(), wants_dg=Tru
     """
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
-    uneven = segments.only_copies_fit_hopper(gla, device, [gla[name] for name in "qkv"])
-    if uneven and gla.dtype == BFLOAT16 and not segments.are_short(gla, device):
+    # the kernels of every card read no other rows, either; copied before the gate is, so that its copies have such rows
+    if segments.load_slowly([*(gla[name] for name in "qkv"), do], 16) and not segments.are_short(gla, device):
 
         def plan_of_copies(copies, do, dht):
             return plan_gla_vjp(draft, copies, device, do, dht, reason, wants_dg=wants_dg)

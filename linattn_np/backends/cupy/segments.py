@@ -353,14 +353,13 @@ def copies_are_faster(problem, device) -> bool:
         return False
     if small or problem.spans.longest <= FEW_TOKENS:
         return load_slowly(arrays, LEAST_PIECE_OF_SMALL)
-    if fits_two_blocks(problem) and only_copies_fit_hopper(problem, device, arrays):
-        return True
-    return load_slowly(arrays, LEAST_PIECE)
+    return only_copies_fit_hopper(problem, device, arrays) or load_slowly(arrays, LEAST_PIECE)
 
 
 def only_copies_fit_hopper(problem, device, arrays) -> bool:
-    """Whether Hopper's own kernels can read `arrays` only as copies, since rows are no whole pieces of 16 bytes."""
-    has_kernels = has_hoppers_kernels(problem, device)
+    """Whether Hopper's own forward kernels can read `arrays` only as copies, since rows are no whole pieces of 16
+    bytes."""
+    has_kernels = has_hoppers_kernels(problem, device) and fits_two_blocks(problem)
     return has_kernels and all(x.size for x in arrays) and not mappable_once_copied(arrays)
 
 
