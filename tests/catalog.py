@@ -158,19 +158,16 @@ def delta_rules():
         yield delta.DeltaSumParts(T)
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)
     for prepare, (T, G), K, gradient in product(prepares, GATES, gated.CHANNELS, (False, True)):
-        if K in gated.TILES or T != SINGLE:
-            yield prepare(T, G, K, gradient)
+        yield prepare(T, G, K, gradient)
     walks = (delta.DeltaScan, delta.DeltaBackwardStates)
     for walk, T, K, V, two_writes, outputs in product(walks, CTYPES, gated.CHANNELS, gated.TILES, *[(False, True)] * 2):
-        if K > gated.TILES[-1] and T == SINGLE:
-            continue  # such wide keys go token by token
         ofs = walk.DIRECTIONS if walk is delta.DeltaBackwardStates and K in gated.TILES else ()
         for ring in (2,) if T == SINGLE else (2, 3):
             yield walk(T, K, V, two_writes, ring, outputs)
             yield from (walk(T, K, V, two_writes, ring, outputs, of) for of in ofs[1:])
     yield from (delta.DeltaJoinSegments(R, K) for R, K in product((SINGLE, DOUBLE), gated.CHANNELS))
     for T, G in GATES:
-        yield from (delta.DeltaBackwardChunks(T, G, K) for K in (gated.TILES if T == SINGLE else gated.CHANNELS))
+        yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.CHANNELS)
         yield delta.DplrBackwardChunks(T, G)
         yield delta.KdaBackwardChunks(T, G)
     for T, (K, V) in product(HALF, WIDTHS):

@@ -97,6 +97,7 @@ CASES = {
     "gated-256-channels": Case(groups=2, H=1, T=70, K=193, V=130, dtype=BFLOAT16, options={"qk_l2norm": True}),
     "kda-256-channels": Case(KDA, groups=2, H=1, T=70, K=193, V=130, dtype=BFLOAT16, options={"qk_l2norm": True}),
     "kda-256-packed": Case(KDA, K=256, V=20, H=1, T=36, dtype=HALF, gate="some-inf", gate_dtype=SINGLE, options=PACKED),
+    "kda-256-float32": Case(KDA, groups=2, H=1, T=70, K=193, V=66, gate="by_channel"),
     "kda-wide": Case(KDA, K=100, V=40, H=1, gate="by_channel"),
     "kda-recurrent": Case(KDA, K=100, V=40, H=1, gate="by_channel", mode="recurrent"),
     "kda-float64": Case(KDA, dtype=DOUBLE, gate="spikes-40"),
@@ -515,12 +516,11 @@ def test_columns_of_a_block(dtype, H, K, V, BV):
     assert plan.tiles["BV"] == BV
 
 
-@pytest.mark.parametrize("H, T, V, tokens", [(7, 756, 137, 8), (378, 1, 122, 4)], ids=["few-blocks", "many-blocks"])
+@pytest.mark.parametrize("H, T, V, tokens", [(7, 756, 137, 8), (378, 1, 122, 2)], ids=["few-blocks", "many-blocks"])
 def test_wide_gradients_leave_no_multiprocessor_idle(H, T, V, tokens):
     """All heads in one launch; a block of shared memory of its own for as many tokens as fit, or one of several."""
-    shapes = (1, H, T, 256), (1, H, T, V), (1, H, T)
-    k, v, beta = (np.broadcast_to(SINGLE.type(0), shape) for shape in shapes)
-    plan = planned.plan_of(KDA.bind([k, k, v, k, beta], gradient=True), planned.Noting())
+    k, v = (np.broadcast_to(SINGLE.type(0), (1, H, T, D)) for D in (256, V))
+    plan = planned.plan_of(RWKV7.bind([k, k, k, v, k, k], gradient=True), planned.Noting())
     assert planned.names(plan).count("delta_recurrent_backward") == 1 and plan.tiles["chunk"] == tokens
 
 
@@ -548,7 +548,7 @@ def test_narrow_heads_are_taken_at_once(op, gradient):
     "changed, mode, reason",
     [
         ({"dtype": DOUBLE}, "auto", "the data are float64"),
-        ({"dtype": SINGLE, "K": 130}, "auto", "K=130 is over 128"),
+        ({"op": RWKV7, "dtype": SINGLE, "K": 130}, "auto", "the card has no shared memory for 130 channels of float32"),
         ({}, "recurrent", "mode='recurrent' is token by token"),
         ({"T": 3}, "auto", "sequences of at most 3 tokens"),
     ],
@@ -557,7 +557,8 @@ def test_narrow_heads_are_taken_at_once(op, gradient):
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 def test_reasons_against_chunks(changed, mode, reason, gradient, rng):
     arrays, *_ = Case(**{"dtype": HALF} | changed).drawn(rng)
-    plan = planned.plan_of(GATED_DELTA_RULE.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
+    op = changed.get("op", GATED_DELTA_RULE)
+    plan = planned.plan_of(op.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
     assert plan.reasons["in chunks"].startswith(reason)
 
 

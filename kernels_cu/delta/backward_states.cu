@@ -19,7 +19,7 @@
 //           chunk_states, state_gradients: backward_storage.cuh; starts, F: scan.cu
 // grid      a block for every (direction, segment, head of values, BV columns), directions slowest; a warp for every
 //           16 columns. Forwards the blocks of F's columns follow those of G's
-// smem      a ring of STAGES: the bytes of a prepared chunk that the launch reads, and its v or do
+// smem      a ring of STAGES: the bytes of a prepared chunk that the walk reads, and its v or do
 // barriers  one in is_whole: its threads agree whether a number is not finite; one a chunk: it has arrived, and the
 //           previous chunk has been read
 // numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients, chunk_states and
@@ -67,17 +67,19 @@ template <typename T> struct Args {
 
 enum Directions { BOTH, ONLY_FORWARDS, ONLY_BACKWARDS };
 
-// The bytes FROM ... STOP - 1 of a prepared chunk that a launch reads, and values of v or do. The chunk's members
-// follow each other in this order: R and L, RESIDUAL_BYTES, which the walk forwards reads; E, Z, decay and beta, which
-// both read; W and B, which the walk backwards and ONLY_FORWARDS read; with TWO_WRITES H, which the walk backwards
-// reads.
-template <typename T, int BK, int BV, bool TWO_WRITES, Directions OF, bool OUTPUTS> struct alignas(16) Stage {
+// The bytes FROM ... STOP - 1 of a prepared chunk that a walk reads, and values of v, or, BACK, of do. The chunk's
+// members follow each other in this order: R and L, RESIDUAL_BYTES, which the walk forwards reads with OUTPUTS; E, Z,
+// decay and beta, COMMON_BYTES, which both read; W, which the walk backwards and ONLY_FORWARDS read; B, which these
+// read with OUTPUTS; with TWO_WRITES H, which the walk backwards reads with OUTPUTS.
+template <typename T, int BK, int BV, bool TWO_WRITES, bool BACK, Directions OF, bool OUTPUTS>
+struct alignas(16) Stage {
   using Chunk = PreparedForGradients<T, BK, TWO_WRITES>;
   static constexpr int RESIDUAL_BYTES = (1 + TWO_WRITES) * sizeof(Matrix<T>);
-  static constexpr int FROM = OF == ONLY_BACKWARDS || !OUTPUTS ? RESIDUAL_BYTES : 0;
-  static constexpr int STOP = sizeof(Chunk) - (!OUTPUTS              ? sizeof(Chunk::B)
-                                               : OF == ONLY_FORWARDS ? TWO_WRITES * sizeof(Matrix<T>)
-                                                                     : 0);
+  static constexpr int COMMON_BYTES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + (BK + BT) * sizeof(float);
+  static constexpr int FROM = BACK || !OUTPUTS ? RESIDUAL_BYTES : 0;
+  static constexpr int STOP = BACK                             ? sizeof(Chunk) - !OUTPUTS * sizeof(Chunk::B)
+                              : OUTPUTS && OF == ONLY_FORWARDS ? sizeof(Chunk) - TWO_WRITES * sizeof(Matrix<T>)
+                                                               : RESIDUAL_BYTES + COMMON_BYTES;
   uint4 bytes[(STOP - FROM) / 16];
   T values[BT * BV];
 
@@ -87,8 +89,10 @@ template <typename T, int BK, int BV, bool TWO_WRITES, Directions OF, bool OUTPU
   }
 };
 
-template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, Directions OF, bool OUTPUTS> struct Shared {
-  Stage<T, BK, BV, TWO_WRITES, OF, OUTPUTS> stages[STAGES];
+// A block walks in one direction; of BOTH the first member is for the walk forwards, the second for that backwards.
+template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, Directions OF, bool OUTPUTS> union Shared {
+  Stage<T, BK, BV, TWO_WRITES, OF == ONLY_BACKWARDS, OF, OUTPUTS> first[STAGES];
+  Stage<T, BK, BV, TWO_WRITES, OF != ONLY_FORWARDS, OF, OUTPUTS> second[STAGES];
 };
 
 // Goes over the chunks of a segment in one direction; if BACK, the code's S is dS, and `values` are do. Steps that
@@ -96,20 +100,13 @@ template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, Directions OF
 // tokens or channels]. `block` is the number of the (segment, head, BV columns): of a head's `tiles` of BV columns, the
 // first `value_tiles` have columns of V, the others columns of F. `whole`: the sequence is walked as one segment, not
 // from the states in args.starts.
-template <bool BACK, bool OUTPUTS, int STAGES, bool TWO_WRITES, int BK, int BV, Directions OF, typename T>
-__device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF, OUTPUTS> (&stages)[STAGES], const Args<T>& args,
-                                     u32 block, u32 value_tiles, u32 tiles) {
+template <int STAGES, bool TWO_WRITES, int BK, int BV, bool BACK, Directions OF, bool OUTPUTS, typename T>
+__device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTPUTS> (&stages)[STAGES],
+                                     const Args<T>& args, u32 block, u32 value_tiles, u32 tiles) {
   using PreparedChunk = PreparedForGradients<T, BK, TWO_WRITES>;
+  using OwnStage = Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTPUTS>;
   static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
-  using OwnStage = Stage<T, BK, BV, TWO_WRITES, OF, OUTPUTS>;
-  // RESIDUAL_BYTES: of R and L; COMMON_BYTES: of E, Z, decay and beta.
-  constexpr int THREADS = 2 * BV, RESIDUAL_BYTES = OwnStage::RESIDUAL_BYTES;
-  constexpr int COMMON_BYTES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + (BK + BT) * sizeof(float);
-  // The walk reads bytes FROM ... STOP - 1 of a prepared chunk (R and L, B and H only with OUTPUTS).
-  constexpr int FROM = BACK || !OUTPUTS ? RESIDUAL_BYTES : 0;
-  constexpr int STOP = BACK                             ? sizeof(PreparedChunk) - !OUTPUTS * sizeof(PreparedChunk::B)
-                       : OUTPUTS && OF == ONLY_FORWARDS ? OwnStage::STOP
-                                                        : RESIDUAL_BYTES + COMMON_BYTES;
+  constexpr int THREADS = 2 * BV;
   const Shape& shape = args.shape;
   const u32 sequence_head = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = sequence_head / H, h = sequence_head % H, b = n / count;
@@ -149,7 +146,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, OF, OUTPUTS> (
     if (step < chunks) {
       auto& to = stages[stage];
       const int token = chunk_of(step) * BT;
-      copy_prepared<FROM, STOP, THREADS>(&to.prepared(), prepared_chunks + chunk_of(step));
+      copy_prepared<OwnStage::FROM, OwnStage::STOP, THREADS>(&to.prepared(), prepared_chunks + chunk_of(step));
       if (!computes_F)
         copy_chunk<BV, THREADS>(to.values, values.row(b, h, span.start + token) + first_column, values.token_stride,
                                 tokens - token, columns, bytes);
@@ -296,13 +293,11 @@ __global__ void __launch_bounds__(
     2 * BV, (blocks_of_walk<Shared<T, BK, BV, TWO_WRITES, STAGES, OF, OUTPUTS>, T, BK, BV>(OUTPUTS)))
     delta_backward_states(const Args<T> args) {
   static_assert(BK <= 128 || OF == BOTH, "only rules of at most 128 channels keep what they prepare");
-  auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OF, OUTPUTS>*>(dynamic_smem())->stages;
+  auto& s = *reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OF, OUTPUTS>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const u32 forward_blocks = u32(shape.B * shape.count * shape.H) * tiles;
-  if constexpr (OF == ONLY_FORWARDS) walk<FORWARDS, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
-  else if constexpr (OF == ONLY_BACKWARDS) walk<BACKWARDS, OUTPUTS>(stages, args, blockIdx.x, value_tiles, value_tiles);
-  else if (blockIdx.x >= forward_blocks)
-    walk<BACKWARDS, OUTPUTS>(stages, args, blockIdx.x - forward_blocks, value_tiles, value_tiles);
-  else walk<FORWARDS, OUTPUTS>(stages, args, blockIdx.x, value_tiles, tiles);
+  if constexpr (OF != BOTH) walk(s.first, args, blockIdx.x, value_tiles, OF == ONLY_BACKWARDS ? value_tiles : tiles);
+  else if (blockIdx.x >= forward_blocks) walk(s.second, args, blockIdx.x - forward_blocks, value_tiles, value_tiles);
+  else walk(s.first, args, blockIdx.x, value_tiles, tiles);
 }

@@ -96,13 +96,12 @@ struct ScoreTile {
 };
 
 // Launch bounds, of blocks of 2 BK threads. Up to sm_90 the compiler leaves registers for 1024 threads of a
-// multiprocessor (64 a thread), from sm_100 on for 512 (float32: 128 a thread) or up to 768 (80); for fewer if shared
-// memory has room for fewer blocks.
+// multiprocessor (64 a thread), from sm_100 on for 768 (80); in float32 for 256 threads fewer (80; 128); for fewer if
+// shared memory has room for fewer blocks.
 template <typename T, typename G, int BK, bool GRADIENT>
-__global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>((!SINCE_SM100     ? 512
-                                                                           : sizeof(T) == 4 ? 256
-                                                                                            : 384) /
-                                                                          BK)) delta_prepare(const Args<T, G> args) {
+__global__ void __launch_bounds__(2 * BK,
+                                  blocks_with_room<Shared<T, BK>>((512 - 128 * SINCE_SM100 - 128 * (sizeof(T) == 4)) /
+                                                                  BK)) delta_prepare(const Args<T, G> args) {
   constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, SCORE_TILES = (ScoreTile::COUNT + WARPS - 1) / WARPS;
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
   const ChunkOfBlock chunk(args.shape);

@@ -67,8 +67,6 @@ def why_not_in_chunks(problem, device, gradient=False) -> str | None:
     """Why the portable kernels in chunks cannot compute a call, or its gradients if `gradient`; None if they can."""
     if reason := why_no_chunks(problem):
         return reason
-    if problem.sizes["K"] > TILES[-1] and problem.dtype == FLOAT32:
-        return f"K={problem.sizes['K']} is over {TILES[-1]}, and only half precision has more"
     kernels = *chunk_kernels(problem, device, gradient), *([last_kernel(problem)] if gradient else ())
     if max(kernel.shared_bytes for kernel in kernels) > device.shared_per_block:
         return f"the card has no shared memory for {problem.sizes['K']} channels of {problem.dtype} in chunks"
@@ -245,8 +243,7 @@ def time_in_chunks(problem, device) -> float:
 
 
 class InChunks:
-    """The way in chunks, on tensor cores of every card: for all data but float64 and at most 128 channels, or 256 of
-    half precision.
+    """The way in chunks, on tensor cores of every card: for all data but float64, if shared memory has room for K.
 
     Heads are taken in groups, so that the prepared chunks take at most MOST times the inputs' memory, or FREE_BYTES.
     """

@@ -8,7 +8,7 @@ checks all of these. What the arrays in `arguments` hold stands in the head of t
 The state of a head is [K, V]: K channels by V columns. The kernels compute a head of values at a time; `group` of these
 share a head of queries and keys. A *walk* is a kernel whose blocks go from chunk to chunk, or from token to token, and
 hold the state, or its gradient, in registers. Sequences are cut into *segments* if there are too few walks to fill the
-card: `delta_segments`. K is at most 256, in float32 128 in chunks; chunks take no float64.
+card: `delta_segments`. K is at most 256; chunks take no float64.
 
 Fields that classes share: `dtype` of q, k, v and o; `gate`, the dtype of g and of beta; BK and BV, the channels and
 columns of the state that a block computes; BK >= K, but for blocks with a part of the channels. Arguments that kernels
@@ -138,7 +138,7 @@ class Walk(ChunkKernel, TiledKernel):
     @property
     def prepared_bytes(self) -> int:
         """Bytes of one prepared chunk. Shared memory consists of `stages` such chunks, each with its v."""
-        # Wrong without outputs, and for `of` other than "BOTH": shared memory then lacks what the kernel does not read.
+        # Wrong without outputs: shared memory then lacks what the kernel does not read.
         return self.shared_bytes // self.stages - self.CHUNK * self.BV * self.dtype.itemsize
 
 
@@ -165,6 +165,8 @@ class DeltaBackwardStates(Walk):
         "int64s bytes"
     )
     shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {of}, {outputs}>",)
+    constants: ClassVar[tuple] = (("sizeof(Matrix<bf16>)", "MATRIX_BYTES"), ("sizeof(Matrix<single>)", "MATRIX_BYTES"))
+    MATRIX_BYTES: ClassVar[int] = 5120
     DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "ONLY_FORWARDS", "ONLY_BACKWARDS")  # the possible `of`
     # "ONLY_FORWARDS": in a call that keeps what its pullback will read; it then writes o and the final states, too.
     of: str = DIRECTIONS[0]
@@ -177,6 +179,12 @@ class DeltaBackwardStates(Walk):
     @property
     def only_backwards(self):
         return self.of == self.DIRECTIONS[2]
+
+    @property
+    def prepared_bytes(self) -> int:
+        # Shared memory is for the walk backwards, which does not read the one or two residual matrices. Wrong without
+        # outputs, and for `of` "ONLY_FORWARDS".
+        return super().prepared_bytes + (1 + self.two_writes) * self.MATRIX_BYTES
 
     @staticmethod
     def padded_columns(V) -> int:
