@@ -22,9 +22,10 @@
 // grid      a block for every (segment, head of values, BV columns), segment slowest; a warp has COLUMNS columns and
 //           all channels, LANE_CHANNELS of them a lane
 // smem      Shared: a chunk of tokens, the states before them, and the warps' parts of sums over columns
-// barriers  one with segments, in is_whole: whether dS after the first segment is finite; three a chunk: it has
-//           arrived, and the previous chunk's parts have been added up | decays and the tokens' scalars are in shared
-//           memory | parts of sums over columns are, and the chunk has been read
+// barriers  one with segments, in is_whole: whether dS after the first segment is finite; two for each state that is
+//           copied: it is in shared memory | it has been read, or, before dS is stored, parts of sums have been; three
+//           a chunk: it has arrived, and the previous chunk's parts have been added up | decays and the tokens' scalars
+//           are in shared memory | parts of sums over columns are, and the chunk has been read
 // numerics  float32, of float64 data float64. A chunk's states are computed again, forwards, from the state before it,
 //           which the forward kernel has kept: the host gives both kernels the same TOKENS. If dS after a sequence's
 //           first segment is not finite, since numbers grew when segments were joined, the block of the sequence's last
@@ -139,24 +140,44 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
   const int kept_channels = (K + 3) / 4 * 4;
   const R scale = converted_once<R>(args.scale);
 
-  R S[LANE_CHANNELS][COLUMNS] = {}, dS[LANE_CHANNELS][COLUMNS];
-  // Calls f(number, channel, column in the block, whether both exist) for this lane's numbers of S or dS.
+  R S[LANE_CHANNELS][COLUMNS] = {}, dS[LANE_CHANNELS][COLUMNS] = {};
+  // States are copied by way of shared memory, since neighbouring threads then copy neighbouring columns. in_tile: a
+  // number there, of the block's columns of a state, swizzled against bank conflicts.
+  R* const tile = s.slots[0][0][0];
+  const auto in_tile = [&](int state_row, int tile_column) -> R& {
+    return tile[state_row * BV + (tile_column ^ state_row / NEIGHBOURS % BV)];
+  };
+  // Calls f(number in the tile, its index in a state [K, V], whether it exists there) for a thread's numbers.
+  const auto each_of_tile = [&](auto f) {
+#pragma unroll
+    for (int first = 0; first < BK * BV; first += THREADS) {
+      const int n = first + int(threadIdx.x), state_row = n / BV, tile_column = n % BV;
+      f(in_tile(state_row, tile_column), state_row * shape.V + work.first_column + tile_column,
+        state_row < K && tile_column < columns_left);
+    }
+  };
+  // Calls f(number, the same in the tile) for this lane's numbers of S or dS.
   const auto each = [&](auto& state, auto f) {
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; ++i)
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c)
-        f(state[i][c], channel(i), column + c, channel(i) < K && column + c < columns_left);
+      for (int c = 0; c < COLUMNS; ++c) f(state[i][c], in_tile(channel(i), column + c));
   };
-  each(dS, [&](R& x, int state_row, int tile_column, bool inside) {
-    x = segment.from && inside ? segment.from[state_row * shape.V + work.first_column + tile_column] : R(0);
-  });
+  const auto load_state = [&](auto& state, const R* from) {
+    if (!from) return;
+    each_of_tile([&](R& x, i64 at, bool inside) { x = inside ? from[at] : R(0); });
+    __syncthreads();  // the state is in shared memory
+    each(state, [](R& x, R of_tile) { x = of_tile; });
+    __syncthreads();  // the state has been read
+  };
+  load_state(dS, segment.from);
+  if (OUTPUTS && !args.kept && args.initial.p) load_state(S, args.initial.row(work.n, work.h, 0));
 
   TokenGates<Rule, R> next_gates;
   const int chunks = (tokens + TOKENS - 1) / TOKENS;
   const i64 first_chunk = (i64(work.b) * shape.H + work.h) * shape.NC + segment.chunks.start;
-  // Starts to copy a chunk's tokens, loads their gates and betas to registers, and, with OUTPUTS, the state before the
-  // chunk to S.
+  // Starts to copy a chunk's tokens, and loads their gates and betas to registers, and the state kept before the chunk
+  // to S.
   const auto fetch = [&](int chunk) {
     const i64 first = work.span.start + chunk * TOKENS;
     const int rows = min(tokens - chunk * TOKENS, TOKENS);
@@ -165,14 +186,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
                           columns_left, args.bytes);
     next_gates.load(args, work, first, rows);
     cp_async_commit();
-    if (!OUTPUTS) return;
-    if (!args.kept) {
-      each(S, [&](R& x, int state_row, int tile_column, bool inside) {
-        const i64 at = state_row * shape.V + work.first_column + tile_column;
-        x = args.initial.p && inside ? args.initial.row(work.n, work.h, 0)[at] : R(0);
-      });
-      return;
-    }
+    if (!OUTPUTS || !args.kept) return;
     const R* from = args.kept + ((first_chunk + chunk) * shape.V + work.first_column + column) * kept_channels;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c)
@@ -362,8 +376,11 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
           (of_warps[0][which] + of_warps[1][which]) + (of_warps[2][which] + of_warps[3][which]);
     }
   }
-  if (segment.to)
-    each(dS, [&](R& x, int state_row, int tile_column, bool inside) {
-      if (inside) segment.to[state_row * shape.V + work.first_column + tile_column] = x;
-    });
+  if (!segment.to) return;
+  __syncthreads();  // parts of sums have been read
+  each(dS, [](R x, R& of_tile) { of_tile = x; });
+  __syncthreads();  // dS is in shared memory
+  each_of_tile([&](R x, i64 at, bool inside) {
+    if (inside) segment.to[at] = x;
+  });
 }

@@ -18,7 +18,7 @@
 //   LEAST_SQUARE = 1e-6
 
 constexpr int LANE_CHANNELS = 8;  // numbers of a lane
-constexpr int AT_ONCE = 2;        // parts whose loads are under way together
+constexpr int AT_ONCE = 4;        // parts whose loads are under way together
 
 template <typename T> struct Args {
   const FloatOrDouble<T>* parts;
