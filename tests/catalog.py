@@ -148,7 +148,7 @@ def delta_rules():
         for size in gated.CHANNELS:
             for columns in delta.DeltaRecurrentForward.widths(T):
                 yield delta.DeltaRecurrentForward(rule, T, G, size, columns)
-            rooms = (LEAST_SHARED, MOST_SHARED)
+            rooms = (LEAST_SHARED, delta.SHARING, MOST_SHARED)
             backward = {delta.DeltaRecurrentBackward.fitting(rule, T, G, size, room) for room in rooms}
             yield from (replace(kernel, outputs=outputs) for kernel in backward for outputs in (True, False))
             yield from (delta.DeltaStep(rule, T, G, S, size, BV) for S, BV in product(FLOATS, delta.DeltaStep.WIDTHS))

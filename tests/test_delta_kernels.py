@@ -516,7 +516,7 @@ def test_columns_of_a_block(dtype, H, K, V, BV):
     assert plan.tiles["BV"] == BV
 
 
-@pytest.mark.parametrize("H, T, V, tokens", [(7, 756, 137, 8), (378, 1, 122, 2)], ids=["few-blocks", "many-blocks"])
+@pytest.mark.parametrize("H, T, V, tokens", [(7, 756, 137, 8), (378, 1, 122, 4)], ids=["few-blocks", "many-blocks"])
 def test_wide_gradients_leave_no_multiprocessor_idle(H, T, V, tokens):
     """All heads in one launch; a block of shared memory of its own for as many tokens as fit, or one of several."""
     k, v = (np.broadcast_to(SINGLE.type(0), (1, H, T, D)) for D in (256, V))

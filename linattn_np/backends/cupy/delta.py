@@ -22,6 +22,7 @@ from .delta_hopper import ScalarCut, ScalarGradientsOnHopper, ScalarOnHopper, wh
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
+    SHARING,
     DeltaBackwardChunks,
     DeltaRecurrentBackward,
     DplrBackwardChunks,
@@ -432,7 +433,7 @@ class GradientsByToken(Gradients):
         kernel = DeltaRecurrentBackward.fitting(*self.inputs.instance, K, device.shared_per_block)
         if N * H * ceil_div(V, kernel.BV) <= device.multiprocessors:
             return kernel
-        shared_bytes = min(device.shared_per_block, DeltaRecurrentBackward.SHARING)
+        shared_bytes = min(device.shared_per_block, SHARING)
         return DeltaRecurrentBackward.fitting(*self.inputs.instance, K, shared_bytes)
 
     def bytes_between_kernels(self):

@@ -47,6 +47,7 @@ from .plan import FLOAT32
 #     normalized           a flag in `arguments`; in `sum_parts` it is the array q or k whose rows were divided
 #     a part of channels   BK < K: the kernels with TILE channels per block
 
+SHARING = 113 << 10  # bytes of shared memory of a block, of which Hopper's multiprocessors hold two
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`; Dplr is RWKV-7's
 
 
@@ -97,7 +98,6 @@ class Walk(ChunkKernel, TiledKernel):
     """The base of walks from chunk to chunk, which read what `DeltaPrepare` or a kernel like it has prepared."""
 
     CHUNK: ClassVar[int] = 32
-    SHARING: ClassVar[int] = 113 << 10  # bytes of shared memory of a block, of which Hopper's multiprocessors hold two
     shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {outputs}>",)
     dtype: np.dtype
     BK: int
@@ -132,7 +132,7 @@ class Walk(ChunkKernel, TiledKernel):
         """The instance without outputs, with as many stages if blocks of 256 columns then share a multiprocessor,
         else with two."""
         kernel = replace(self, outputs=False)
-        fits = kernel.shared_bytes * TILES[1] <= self.SHARING * self.BV
+        fits = kernel.shared_bytes * TILES[1] <= SHARING * self.BV
         return kernel if fits else replace(kernel, stages=2)
 
     @property
@@ -359,7 +359,6 @@ class DeltaRecurrentBackward(DeltaKernel):
     file = "delta/recurrent_backward"
     arguments = COMMON_ARGUMENTS + members("strided do_, strided? dv dht dh0, pointers? kept parts token_parts")
     shared_memory = ("Shared<{rule}, {dtype}, {gate}, {BK}, {TOKENS}>",)
-    SHARING: ClassVar[int] = 99 << 10  # bytes of shared memory of a block, of which Hopper's multiprocessors hold two
     BK: int
     TOKENS: int
     outputs: bool = True  # False: the kernel computes instead what each segment does to a state's gradient
