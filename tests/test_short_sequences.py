@@ -142,9 +142,9 @@ def test_delta_rules(kernel_backend, rng, op, dtype, T, K, V, gate, initial, bou
         (GLA, 264, 32, 128, 64, False),
         (GLA, 265, 33, 128, 64, False),
         (GLA, 133, 1, 64, 136, True),
-        (GLA, 512, 8, 136, 64, False),
-        (SIMPLE_GLA, 265, 32, 64, 64, True),
-        (SIMPLE_GLA, 265, 32, 72, 64, False),
+        (SIMPLE_GLA, 265, 32, 64, 72, True),
+        (SIMPLE_GLA, 265, 32, 64, 64, False),
+        (SIMPLE_GLA, 265, 32, 72, 128, False),
     ],
 )
 def test_many_take_the_kernels_of_every_card(op, N, T, K, V, taken):
@@ -161,7 +161,7 @@ def sizes_of(op, sizes):
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "odd"])
 @pytest.mark.parametrize("op", [GLA, SIMPLE_GLA], ids=lambda op: op.name)
 def test_forward_of_many(hopper, rng, op, offset):
-    sizes = {"B": 1, "H": 89, "T": 7, "K": 8, "V": 8, "N": 3}
+    sizes = {"B": 1, "H": 89, "T": 7, "K": 8, "V": 72, "N": 3}
     arrays, state = draw(op, rng, sizes, BFLOAT16), draw_states(op, rng, sizes, SINGLE)[0]
     there = [hopper.upload(np.r_[x.ravel()[:offset], x.ravel()])[offset:].reshape(x.shape) for x in arrays]
     options = {"cu_seqlens": [0, 3, 3, 7]}

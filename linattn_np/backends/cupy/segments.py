@@ -216,13 +216,13 @@ def are_many_short(problem, device) -> bool:
     at once. Under a gate that channels share, portable kernels read a copy of it for every channel.
 
     Microseconds on an H200 in bfloat16, by Hopper's kernels and by the portable ones: 4,096 heads of 64 channels and
-    columns, 16 tokens 74, 50; of 128 of both, 32 tokens 153, 132; 8,900 of 16 and 512 under a shared gate, one token
-    1,662, 721.
+    columns, 16 tokens 74, 50; of 128 of both, 32 tokens 153, 132; of 256 and 128, 16 tokens 351, 292. Under a shared
+    gate, 64 and 128, 32 tokens 233, 154; 64 of both, 16 tokens 58, 61; 128 of both 136, 146.
     """
     (N, H, K, V), gate = problem.shape("N H K V"), list(problem.arrays.values())[3]
-    most_channels = TILES[0] if gate.shape[-1] < K else TILES[-1]
     many = N * H * ceil_div(V, TILES[-1]) > 2 * device.multiprocessors
-    return many and K <= most_channels and problem.spans.longest <= GatedForwardSm90.CHUNK
+    fits = gate.shape[-1] == K or K <= TILES[0] < V
+    return many and fits and problem.spans.longest <= GatedForwardSm90.CHUNK
 
 
 def fits_hoppers_forward(problem, device, arrays) -> bool:
