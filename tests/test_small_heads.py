@@ -4,7 +4,7 @@ import numpy as np
 import planned
 import pytest
 from planned import results
-from reference import assert_results, draw, same_bits
+from reference import assert_close, assert_results, draw, exact_vjp, same_bits
 from test_gradient_kernels import Call, Case
 
 from linattn_np import OPS
@@ -93,8 +93,22 @@ def test_forward_under_a_shared_gate(hopper, rng, cut, dtype, K, V):
     assert_results(OPS[SIMPLE_GLA], arrays, found, dtype, initial_state=start, cu_seqlens=BOUNDS)
 
 
+@pytest.mark.parametrize("gradient, kernel", [(False, "gated_small_forward"), (True, "gated_small_backward")])
 @pytest.mark.parametrize("K, V, taken", [(8, 8, True), (8, 16, False), (9, 8, False)])
-def test_small_heads_under_a_shared_gate(K, V, taken):
+def test_small_heads_under_a_shared_gate(K, V, taken, gradient, kernel):
     arrays = [np.zeros((1, 4, 1 << 15, *axis), BFLOAT16) for axis in ((K,), (K,), (V,), ())]
-    names = planned.names(planned.plan_of(SIMPLE_GLA.bind(arrays), planned.Noting(90)))
-    assert ("gated_small_forward" in names) == taken == ("scalar_decay_sm90_weighted_sums" not in names)
+    names = planned.names(planned.plan_of(SIMPLE_GLA.bind(arrays, gradient=gradient), planned.Noting(90)))
+    assert (kernel in names) == taken == ("scalar_decay_sm90_weighted_sums" not in names)
+
+
+@pytest.mark.parametrize("K, V", [(8, 8), (3, 5)])
+def test_gradients_under_a_shared_gate(hopper, rng, cut, K, V):
+    cut(2)
+    arrays = draw(SIMPLE_GLA, rng, {"B": 2, "H": 3, "T": 140, "K": K, "V": V, "N": 2}, BFLOAT16)
+    do = rng.standard_normal((2, 3, 140, V)).astype(BFLOAT16)
+    problem = SIMPLE_GLA.bind([hopper.upload(x) for x in arrays], gradient=True)
+    assert "gated_small_backward" in planned.names(planned.plan_of(problem, hopper))
+    found, _ = planned.pull(problem, hopper, hopper.upload(do), None)
+    _, _, wanted = exact_vjp(OPS[SIMPLE_GLA], arrays, do, None)
+    for name, x, y in zip(SIMPLE_GLA.arrays, found, wanted, strict=False):
+        assert_close(f"d{name}", planned.host(x), y, BFLOAT16, factor=2, rows=4)

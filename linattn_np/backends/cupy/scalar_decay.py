@@ -291,7 +291,7 @@ def copies_are_faster(gla, device) -> bool:
     """
     arrays = [gla[name] for name in "qkv"]
     few = segments.are_small(gla, device) or gla.spans.longest <= segments.FEW_TOKENS
-    for_hopper = not segments.takes_small_forward(gla, device) and segments.only_copies_fit_hopper(gla, device, arrays)
+    for_hopper = not segments.takes_small_heads(gla, device) and segments.only_copies_fit_hopper(gla, device, arrays)
     least_piece = segments.LEAST_PIECE_OF_SMALL if few else segments.LEAST_PIECE
     return for_hopper or segments.load_slowly(arrays, least_piece)
 

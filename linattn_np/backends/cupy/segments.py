@@ -232,12 +232,13 @@ def fits_hoppers_forward(problem, device, arrays) -> bool:
     return fits and not are_many_short(problem, device)
 
 
-def takes_small_forward(problem, device) -> bool:
-    """Whether a forward pass under a gate that channels share is computed by the kernels for small heads, which read a
-    copy of the gate for every channel.
+def takes_small_heads(problem, device) -> bool:
+    """Whether a call under a gate that channels share, or its pullback if that has a gradient of the gate, is computed
+    by the kernels for small heads, which read a copy of the gate for every channel.
 
     Microseconds on an H200 in bfloat16, by Hopper's kernels for shared gates and by these: 220 sequences of 37,518
-    tokens, 2 channels and columns 1,318, 560; 256 of 4,096 tokens, 16 of both 113, 167.
+    tokens, 2 channels and columns 1,318, 560; 256 of 4,096 tokens, 16 of both 113, 167; of 8 of both 121, 108, its
+    pullback 415, 229.
     """
     return are_small(problem, device) and max(problem.shape("K V")) <= SMALL_SIZES[0]
 
@@ -781,7 +782,7 @@ def scalar_forward_cut(problem, device) -> ForwardCut | None:
     """How the forward pass is computed for a gate [B, H, T, 1], by Hopper's kernels, which read it as it is; None if
     these cannot compute the problem, or other kernels take less time."""
     fits = problem.mode == "chunk" and fits_hoppers_forward(problem, device, [problem[name] for name in "qkv"])
-    if not fits or takes_small_forward(problem, device):
+    if not fits or takes_small_heads(problem, device):
         return None
     (N, H, K, V), longest = problem.shape("N H K V"), problem.spans.longest
     columns = min(V, TILES[0] if narrow_blocks(N * H, V, longest, device) else TILES[-1])
@@ -803,6 +804,8 @@ def scalar_backward_cut(problem, device, summarised=False) -> BackwardCut:
     """How the pullback is computed for a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is, or (the way
     PORTABLE) by the kernels for gates of every channel. `summarised`: whether the segments are summarised already."""
     arrays = [problem[name] for name in "qkv"]
+    if has_own_gates(problem) and takes_small_heads(problem, device):
+        return BackwardCut(PORTABLE, device)
     if problem.dtype == BFLOAT16 and segments_of_tiles(problem, device, arrays, shared=True).count:
         return BackwardCut(TILED, device)
     if problem.dtype == BFLOAT16 and fits_hoppers_backward(problem, device, arrays):
