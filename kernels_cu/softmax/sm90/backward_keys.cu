@@ -19,7 +19,7 @@
 //           product to the next in registers
 // limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128; CAPPED: softcap > 0. `statistics`
 //           are there: from backward_queries.cu, or statistics.cu if ds is stored
-// order     of statements: where no comment gives another reason, time alone decides it
+// order     Statements that neither data nor a comment bind to a place stand where the kernel is fastest
 // tests     test_softmax_attention; its backend `hopper` computes a product only when it is waited for, and lets the
 //           producer go on as soon as a barrier does: a wait or a release in a wrong place changes results.
 //           test_compile: no spills, no product that the assembler serialises, no write to a running product's operand
@@ -119,11 +119,14 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 }
 
 // A consuming warpgroup: its 64 keys of each of the block's key tiles. A step is a query tile and its four products:
-//   issued in            product                         waited for in        releases then
-//   issue_scores_and_dp  scores = k q^T, dp = v do^T     the loop; add_dv     -
-//   add_dv               dv += p do                      end_step             do and the statistics, if read
-//   the next step        dk += ds q                      the next add_dv      q
-// For the last query tile of a key tile the next step is the first one of the next key tile.
+//   issued in                product            waited for in               then free
+//   issue_scores_and_dp      scores = k q^T     the loop                    -
+//   issue_scores_and_dp      dp = v do^T        add_dv                      -
+//   add_dv                   dv += p do         end_step                    do's stage
+//   the loop, in the next    dk += ds q         add_dv of the next step     q's stage, which has the statistics, too
+//   step
+// A stage is released (q_empty, do_empty) after the last wait for a product that reads it. After the last query tile of
+// a key tile the next step is the first one of the next key tile, so that the product with ds runs beside its scores.
 // In a lane's accumulators of products [64, N], numbers 4 n + 2 half + i are of key `row` + 8 half and column 8 n + 2
 // (lane % 4) + i.
 template <typename T, int D, bool CAPPED>
@@ -252,7 +255,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   weigh_scores();
   add_dv(OVERWRITE);
   end_step();
-  int previous_stage = q.stage;  // of the previous query tile, whose product with ds is issued next
+  int previous_stage = q.stage;  // the previous query tile's stage of q: its product with ds is issued next
   bool accumulates = false;      // dk holds sums of this key tile's earlier query tiles
   // No product runs where the loop jumps back: the assembler would serialise all of them.
   while (true) {

@@ -19,7 +19,7 @@
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that dq is summed
 //           in registers
 // limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128; CAPPED: softcap > 0
-// order     of statements: where no comment gives another reason, time alone decides it
+// order     Statements that neither data nor a comment bind to a place stand where the kernel is fastest
 // tests     test_softmax_attention; its backend `hopper` computes a product only when it is waited for, and lets the
 //           producer go on as soon as a barrier does: a wait or a release in a wrong place changes results.
 //           test_compile: no spills, no product that the assembler serialises, no write to a running product's operand
@@ -116,10 +116,12 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 }
 
 // A consuming warpgroup: its 64 rows of each of the block's query tiles. A step is a key tile and its three products:
-//   issued in            product                     waited for in       releases then
-//   issue_scores_and_dp  p = q k^T, dp = do v^T      the loop            v
-//   the next step        dq += ds k                  the next loop       k
-// For the last key tile of a query tile the next step is the first one of the next query tile.
+//   issued in                         product         waited for in                       then free
+//   issue_scores_and_dp               p = q k^T       the loop, before weigh_scores       -
+//   issue_scores_and_dp               dp = do v^T     the loop, after weigh_scores        v's stage
+//   the loop, in the next step        dq += ds k      wait_for_dq of the next step        k's stage
+// A stage is released (k_empty, v_empty) after the last wait for a product that reads it. After the last key tile of a
+// query tile the next step is the first one of the next query tile, so that the product with ds runs beside its scores.
 // In a lane's accumulators of products [64, N], numbers 4 n + 2 half + i are of row `row` + 8 half and column 8 n + 2
 // (lane % 4) + i.
 template <typename T, int D, bool CAPPED>
@@ -230,7 +232,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   wait_for<0>(dp);
   release(s.v_empty[v.stage]);
   v.next();
-  int previous_stage = k.stage;  // of the previous key tile, whose product with ds is issued next
+  int previous_stage = k.stage;  // the previous key tile's stage of k: its product with ds is issued next
   k.next();
   differentiate_scores();
   round_operands<T>(ds, p);

@@ -19,7 +19,7 @@
 //           softmax of the next tile. Here that next tile may belong to the block's next query tile
 // limits    sm_90a; float16 or bfloat16; rows of whole 16 bytes; the template's K of 64, 128, 192, V of 64, 128, at
 //           most K. A call may have fewer channels or columns (args.V): copies fill the rest of a tile with zeros
-// order     of statements: where no comment gives another reason, time alone decides it
+// order     Statements that neither data nor a comment bind to a place stand where the kernel is fastest
 // tests     test_softmax_attention; its backend `hopper` computes a product only when it is waited for, and lets the
 //           producer go on as soon as a barrier does: a wait or a release in a wrong place changes results.
 //           test_compile: no spills, no product that the assembler serialises, no write to a running product's operand
@@ -126,8 +126,13 @@ template <typename T, class S> __device__ __forceinline__ void produce(S& s, con
   }
 }
 
-// A consuming warpgroup: its 64 rows of each of the block's query tiles. In a lane's accumulators of products [64, N],
-// numbers 4 n + 2 half + i are of row `row` + 8 half and column 8 n + 2 (lane % 4) + i.
+// A consuming warpgroup: its 64 rows of each of the block's query tiles. A step is a key tile and its two products:
+//   issued in                         product           waited for in                              then free
+//   the loop                          scores = q k^T    the loop, before weigh_scores              k's stage
+//   the loop, in the next step        o += weights v    wait_for_values, after its weigh_scores    v's stage
+// After the last key tile of a query tile the next step is the first one of the next query tile.
+// In a lane's accumulators of products [64, N], numbers 4 n + 2 half + i are of row `row` + 8 half and column 8 n + 2
+// (lane % 4) + i.
 template <typename T, int K, int V, bool CAPPED, class S>
 __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   constexpr int KEYS = S::KEYS, WARPGROUPS = S::WARPGROUPS, FIRST_TURN_BARRIER = 4;
@@ -166,8 +171,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     if (valid_values < KEYS) zero_rows(s.v[v.stage], valid_values, warpgroup);
     issue_weighted_sum(o, weights, s.v[v.stage], accumulates);
   };
-  // To be called at the beginning of a branch that the whole warpgroup takes: the assembler moves a wait to the start
-  // of its basic block, and would move it before the softmax that is to run during the product.
+  // Called at the start of a branch of the whole warpgroup: the assembler moves a wait to the start of its basic block,
+  // and so before the softmax that is to run during the product.
   auto wait_for_values = [&] {
     wait_for<0>(o);
     release(s.v_empty[v.stage]);
