@@ -26,6 +26,8 @@
 //           state_gradients are rounded to T
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 2
+// tests     test_delta_kernels: test_gradients (BOTH), test_gradients_from_what_a_call_keeps (one direction),
+//           test_segments (without OUTPUTS)
 #include "delta/backward_storage.cuh"
 #include "delta/chunk.cuh"
 #include "delta/prepared.cuh"

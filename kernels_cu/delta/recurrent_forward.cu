@@ -7,9 +7,13 @@
 //                 o = scale (S'^T q + (q . b) p + (q . k) v)
 //           If args.normalized (never for Dplr), q and k above are the given ones divided by their Euclidean
 //           lengths. The kernel works with the given ones and multiplies sums by the inverse lengths
-//           A walk for F or G has no outputs. G is the state after a walk from zeros, of the first segment from the
-//           initial state; F is the state after a walk with values of 0 from the identity. No G of a last segment is
-//           needed, and no F of a first or last one
+// walks     args.F   columns  starts from                          values  the last state is
+//           null     of V     `initial`, or, in a later segment,   v       `final`, if the segment is a sequence's last
+//                             its state in `starts`
+//           given    of V     `initial`, or, in a later segment,   v       G, in `starts` in the place of the next
+//                             zeros                                        segment; not of a last segment
+//           given    of F     the identity                         0       F; not of a first or last segment
+//           Only walks of the first row have outputs
 // shapes    q k a b [B, H, T, K], v o [B, HV, T, V], g [B, HV, T] or [B, HV, T, K], beta [B, HV, T], initial and final
 //           state [N, HV, K, V], kept [B, HV, chunks, V, K and zeros to a multiple of 4]. HV, the number of value
 //           heads, is shape.H; every args.group value heads share a head of q, k, a and b. F [segments, HV, K, K and
@@ -28,6 +32,7 @@
 //           so that a token waits for shuffles once
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
 // limits    K <= BK; BK of 64, 128, 256; COLUMNS of 1, 2, 4
+// tests     test_delta_kernels; test_segments_by_token there with F
 #include "delta/segments.cuh"
 #include "delta/tokens.cuh"
 #include "ptx.cuh"

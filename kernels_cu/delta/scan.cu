@@ -3,11 +3,14 @@
 // math      S is the state before a chunk, D the decay of each channel over it. E, W, Z and Zb have a row [K] for each
 //           token, B is [32, 32]; the kernels *prepare.cu make them (prepared.cuh).   Y = E S;   o = scale (W S + B v);
 //           S <- D S + Z^T (v + Y), or, TWO_WRITES (RWKV-7), S <- D S + Zb^T Y + Z^T v
+// walks     OUTPUTS  columns  starts from                          values  the last state is
+//           true     of V     `initial`, or, in a later segment,   v       `final`, if the segment is a sequence's last
+//                             its state in `starts`
+//           false    of V     `initial`, or, in a later segment,   v       G, in `starts` in the place of the next
+//                             zeros                                        segment; not of a last segment
+//           false    of F     the identity                         0       F; not of a first or last segment
 // shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32; starts, F:
-//           join_segments.cu. Without OUTPUTS: the state after a walk from zeros (a first segment: from the initial
-//           state) is G, stored in `starts` in the place of the next segment; the state after a walk from the identity
-//           with values of 0 is F. G of a sequence's last segment, and F of its first and last one, are not needed and
-//           not computed
+//           join_segments.cu
 // grid      a block for every (segment, head, BV columns), segment slowest; a warp for every 16 columns. The blocks of
 //           F's columns follow those of G's
 // smem      a ring of STAGES: a prepared chunk, and its v
@@ -16,6 +19,7 @@
 // numerics  S in float32 accumulators; S and v + Y (TWO_WRITES: Y) are rounded to T for products
 // source    Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 2
+// tests     test_delta_kernels; test_segments there without OUTPUTS
 #include "delta/chunk.cuh"
 #include "delta/prepared.cuh"
 #include "delta/walk.cuh"
@@ -60,7 +64,7 @@ template <typename T, int BK, int BV, bool TWO_WRITES, bool OUTPUTS> struct alig
   uint4 bytes[SIZE / 16];
   T v[BT * BV];
 
-  // The chunk, of which only those bytes are in memory.
+  // The chunk, of which only those bytes are in memory: E, Z and decay; with OUTPUTS W and B, too.
   __device__ __forceinline__ Chunk& prepared() { return *reinterpret_cast<Chunk*>(bytes); }
 };
 
