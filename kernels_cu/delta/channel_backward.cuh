@@ -64,6 +64,7 @@ template <int COLUMN_KINDS, typename X> struct BlockSums {
   using Number = X;
   static constexpr int NUMBERS = Matrix<Number>::NUMBERS;
   static constexpr int ROWS = 2, COLUMNS = COLUMN_KINDS;
+  static_assert(COLUMNS <= ROWS, "`decayed` has a place for each kind of rows, which columns share");
   // pair_ij of each kind of rows with each kind of columns, rounded, and the rounding errors, in matrices [16 rows, 16
   // columns] at pair_place. [0], over the border after 16 tokens: rows of blocks 2 and 3, columns of blocks 0 and 1.
   // [1], over the two borders after 8 of 16: rows of blocks 1 and 3, columns of blocks 0 and 2; of these (1, 0) and (3,
@@ -210,6 +211,7 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kind_pair, int r
 // d[kind][across][2 down + p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.
 constexpr bool OF_ROWS = false, OF_COLUMNS = true;  // values of the template parameter, which has the second's name
 template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
+  static_assert(TOKENS == HALF || TOKENS == BLOCK);
   constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHER = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
   using Number = typename S::Number;
   constexpr int FIRST = OF_COLUMNS ? S::ROWS : 0, own_start = OF_COLUMNS ? 0 : TOKENS, other_start = TOKENS - own_start;
@@ -358,7 +360,7 @@ template <class S, class Tokens>
 __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, int block, int c) {
   const int start = block * BLOCK;
   const auto block_decay = [&](int n) { return pair_at(s.block_decays[n] + c); };
-  // kind % ROWS: the number among the kinds of rows, or, as COLUMNS is at most ROWS, among those of columns.
+  // kind % ROWS: the number among the kinds of rows, or, as COLUMNS <= ROWS, among those of columns.
   const auto store_decayed = [&](int kind, int n, float2 x) {
     put_split_pair<typename S::Number, BT * TILE>(place<TILE>(s.decayed[kind % S::ROWS][0], start + n, c), x.x, x.y);
   };

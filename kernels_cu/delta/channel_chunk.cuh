@@ -30,6 +30,7 @@
 constexpr int BLOCK = 4;              // tokens of a block
 constexpr int PAIRS = BLOCK * BLOCK;  // of a block's tokens: those with j <= i, and those with j < i
 constexpr int BLOCKS = BT / BLOCK, LEVELS = 3;
+static_assert(BLOCKS == 1 << LEVELS, "the last level's border is in the middle of the chunk");
 
 // A thread's work: block `block` of 4 tokens from token `first` of the chunk on, and 4 channels from c on. lane: the
 // thread's number among the block's LANES threads, which are lanes of one warp, or, if BK is 256, of two.
