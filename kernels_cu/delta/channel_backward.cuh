@@ -58,18 +58,18 @@ constexpr int THREADS = 2 * TILE, HALF = BT / 2;  // HALF: tokens on a side of t
 constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks of the chunk
 
 // Shared memory for pairs of two blocks and for sums over blocks. Number: the type of pairs, and of decayed rows and
-// columns; NUMBERS: how many Numbers a value is the sum of, 2 of 16 bits or 1 of 32. Kinds are numbered: first the ROWS
-// kinds of rows, then the COLUMNS kinds of columns: ROWS and COLUMNS are numbers of kinds.
-template <int COLUMN_KINDS, typename X> struct BlockSums {
+// columns; NUMBERS: how many Numbers a value is the sum of, 2 of 16 bits or 1 of 32. Kinds are numbered: first the
+// ROW_KINDS kinds of rows, then the COLUMN_KINDS kinds of columns.
+template <int COLUMNS, typename X> struct BlockSums {
   using Number = X;
   static constexpr int NUMBERS = Matrix<Number>::NUMBERS;
-  static constexpr int ROWS = 2, COLUMNS = COLUMN_KINDS;
-  static_assert(COLUMNS <= ROWS, "`decayed` has a place for each kind of rows, which columns share");
+  static constexpr int ROW_KINDS = 2, COLUMN_KINDS = COLUMNS;
+  static_assert(COLUMN_KINDS <= ROW_KINDS, "`decayed` has a place for each kind of rows, which columns share");
   // pair_ij of each kind of rows with each kind of columns, rounded, and the rounding errors, in matrices [16 rows, 16
   // columns] at pair_place. [0], over the border after 16 tokens: rows of blocks 2 and 3, columns of blocks 0 and 1.
   // [1], over the two borders after 8 of 16: rows of blocks 1 and 3, columns of blocks 0 and 2; of these (1, 0) and (3,
   // 2) are pairs, and the other two quarters are 0.
-  Number pairs_across[2][ROWS * COLUMNS][NUMBERS][HALF * HALF];
+  Number pairs_across[2][ROW_KINDS * COLUMN_KINDS][NUMBERS][HALF * HALF];
   float block_decays[BLOCKS][TILE];  // over each block; stored by the caller
   // Sums over a block of rows times their terms of S, and of columns times their terms of dS.
   float row_sums[BLOCKS][TILE], column_sums[BLOCKS][TILE];
@@ -173,7 +173,7 @@ __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], fl
     for (int kind = 0; kind < KINDS; ++kind)
 #pragma unroll
       for (int m = 0; m < BT / 16; ++m) {
-        const Word<T>(&state)[4] = states[kind / S::ROWS];
+        const Word<T>(&state)[4] = states[kind / S::ROW_KINDS];
         Word<T> values[4];
         reader.load(values, s.values[kind], 16 * m, 16 * c);
         mma_m16n8k16(terms[kind][m][0], values, {state[0], state[1]}, T{});
@@ -184,8 +184,8 @@ __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], fl
 }
 
 // Stores a lane's pairs x and y: of row g of block `row` with columns 2t and 2t + 1 of block `column`, where g = lane /
-// 4 and t = lane % 4. kind_pair: (the row's kind) COLUMNS + (the column's number among the kinds of columns). For pairs
-// within a block calls `store_within(g, 2t)`, which stores them where the caller keeps these. The calls for (0, 1) and
+// 4 and t = lane % 4. kind_pair: (the row's kind) COLUMN_KINDS + (the column's number among the kinds of columns). For
+// pairs within a block calls `store_within(g, 2t)`, which stores them where the caller keeps these. The calls for (0, 1) and
 // (2, 3), where no pair is, store zeros in the unused quarters of pairs_across[1]; every caller must make them.
 // Precondition: row / 2 >= column / 2. A call for a later half of columns, such as (0, 2), would overwrite pairs by
 // zeros.
@@ -209,12 +209,15 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kind_pair, int r
 // s.decayed has the rows and columns decayed from and to their border. "Own" kinds are those whose terms are computed,
 // "other" kinds those on the border's other side. A lane has of d[kind], a product [16 tokens, 16 channels]:
 // d[kind][across][2 down + p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.
-constexpr bool OF_ROWS = false, OF_COLUMNS = true;  // values of the template parameter, which has the second's name
-template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
+enum Side { OF_ROWS, OF_COLUMNS };
+template <int TOKENS, Side SIDE, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
+  constexpr bool FOR_COLUMNS = SIDE == OF_COLUMNS;
   static_assert(TOKENS == HALF || TOKENS == BLOCK);
-  constexpr int OWN = OF_COLUMNS ? S::COLUMNS : S::ROWS, OTHER = OF_COLUMNS ? S::ROWS : S::COLUMNS;  // kinds
+  constexpr int OWN = FOR_COLUMNS ? S::COLUMN_KINDS : S::ROW_KINDS,
+                OTHER = FOR_COLUMNS ? S::ROW_KINDS : S::COLUMN_KINDS;  // kinds
   using Number = typename S::Number;
-  constexpr int FIRST = OF_COLUMNS ? S::ROWS : 0, own_start = OF_COLUMNS ? 0 : TOKENS, other_start = TOKENS - own_start;
+  constexpr int FIRST = FOR_COLUMNS ? S::ROW_KINDS : 0, own_start = FOR_COLUMNS ? 0 : TOKENS,
+                other_start = TOKENS - own_start;
   const int lane = own_lane(), g = lane >> 2, t = lane & 3, channel = threadIdx.x / 32 * 16;
   // Token n of the 16 that are before a border; that of the other side is TOKENS later.
   const auto token_before = [](int n) { return TOKENS == BLOCK ? n + (n & 8) : n; };
@@ -234,8 +237,8 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
     const auto block_decay = [&](int n) { return pair_at(&s.block_decays[n][c]); };
     // The decay over the 8 tokens (block 0 or 2 for rows, 1 or 3 for columns), or the 16 tokens (blocks 0 and 1 for
     // rows, 2 and 3 for columns), from the former border to this one.
-    float2 decay = block_decay(TOKENS == BLOCK ? 2 * down + OF_COLUMNS : 2 * OF_COLUMNS);
-    if (TOKENS > BLOCK) decay = times(decay, block_decay(2 * OF_COLUMNS + 1));
+    float2 decay = block_decay(TOKENS == BLOCK ? 2 * down + FOR_COLUMNS : 2 * FOR_COLUMNS);
+    if (TOKENS > BLOCK) decay = times(decay, block_decay(2 * FOR_COLUMNS + 1));
     const float2 x = times(decay, pair_at(terms + term_place(i, c)));
     to[0] = x.x, to[1] = x.y;
   });
@@ -264,19 +267,19 @@ template <int TOKENS, bool OF_COLUMNS, class S> __device__ __forceinline__ void 
     for (int n = 0; n < OWN; ++n)
 #pragma unroll
       for (int summand = 0; summand < S::NUMBERS; ++summand) {
-        const int row = OF_COLUMNS ? m : n, column = OF_COLUMNS ? n : m;  // kinds
-        const Number* matrix = s.pairs_across[TOKENS == BLOCK][row * S::COLUMNS + column][summand];
-        Word<Number> a[4];  // left operand [16 own tokens, 16 others]: the pairs, or OF_COLUMNS their transpose
+        const int row = FOR_COLUMNS ? m : n, column = FOR_COLUMNS ? n : m;  // kinds
+        const Number* matrix = s.pairs_across[TOKENS == BLOCK][row * S::COLUMN_KINDS + column][summand];
+        Word<Number> a[4];  // left operand [16 own tokens, 16 others]: the pairs, or FOR_COLUMNS their transpose
         if constexpr (sizeof(Number) == 4) {
 #pragma unroll
           for (int fragment = 0; fragment < 4; ++fragment) {
             const int down = fragment % 2 * 8, right = fragment / 2 * 8;
-            if (OF_COLUMNS)
+            if (FOR_COLUMNS)
               a[fragment] = {matrix[pair_place(2 * t + right, g + down)].x,
                              matrix[pair_place(2 * t + 1 + right, g + down)].x};
             else a[fragment] = unpack_pair(matrix + pair_place(g + down, 2 * t + right));
           }
-        } else if (OF_COLUMNS) {
+        } else if (FOR_COLUMNS) {
           ldmatrix_x4_trans(a, matrix + pair_place((lane & 7) + (lane >> 4) * 8, (lane >> 3 & 1) * 8));
         } else {
           ldmatrix_x4(a, matrix + pair_place(lane & 15, (lane >> 4) * 8));
@@ -312,11 +315,11 @@ __device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int col
   }
 }
 
-// The 8 tokens of block `block` in channels c and c + 1, copied from the KINDS arrays s.tokens to registers, and their
-// decays exp g from s.g. KINDS and `kind` count arrays here: KDA has two, q and k, for its three kinds, RWKV-7 four.
-// token(kind, n): token n of array `kind` as floats; decay(): the product of all 8.
-template <typename T, int KINDS> struct BlockTokens {
-  Word<T> tokens[KINDS][BLOCK];
+// The 8 tokens of block `block` in channels c and c + 1, copied from the arrays s.tokens to registers, and their decays
+// exp g from s.g. KDA has two arrays, q and k, for its three kinds, RWKV-7 four. token(array, n): token n of an array
+// as floats; decay(): the product of all 8.
+template <typename T, int ARRAYS> struct BlockTokens {
+  Word<T> tokens[ARRAYS][BLOCK];
   float2 decays[BLOCK];
 
   template <class S> __device__ __forceinline__ BlockTokens(const S& s, int block, int c) {
@@ -326,11 +329,11 @@ template <typename T, int KINDS> struct BlockTokens {
       const float2 gates = pair_at(place<TILE>(s.g, i, c));
       decays[n] = {decay_of(gates.x), decay_of(gates.y)};
 #pragma unroll
-      for (int kind = 0; kind < KINDS; ++kind)
-        tokens[kind][n] = *reinterpret_cast<const Word<T>*>(place<TILE>(s.tokens[kind], i, c));
+      for (int array = 0; array < ARRAYS; ++array)
+        tokens[array][n] = *reinterpret_cast<const Word<T>*>(place<TILE>(s.tokens[array], i, c));
     }
   }
-  __device__ __forceinline__ float2 token(int kind, int n) const { return unpack(tokens[kind][n], T{}); }
+  __device__ __forceinline__ float2 token(int array, int n) const { return unpack(tokens[array][n], T{}); }
   __device__ __forceinline__ float2 decay() const {
     float2 all = decays[0];
 #pragma unroll
@@ -360,9 +363,10 @@ template <class S, class Tokens>
 __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, int block, int c) {
   const int start = block * BLOCK;
   const auto block_decay = [&](int n) { return pair_at(s.block_decays[n] + c); };
-  // kind % ROWS: the number among the kinds of rows, or, as COLUMNS <= ROWS, among those of columns.
+  // kind % ROW_KINDS: the number among the kinds of rows, or, as COLUMN_KINDS <= ROW_KINDS, among those of columns.
   const auto store_decayed = [&](int kind, int n, float2 x) {
-    put_split_pair<typename S::Number, BT * TILE>(place<TILE>(s.decayed[kind % S::ROWS][0], start + n, c), x.x, x.y);
+    put_split_pair<typename S::Number, BT * TILE>(place<TILE>(s.decayed[kind % S::ROW_KINDS][0], start + n, c), x.x,
+                                                  x.y);
   };
   const auto sum_rows = [&](float (&to)[TILE], float2 decay) {
     float2 sum = {};
