@@ -185,8 +185,8 @@ __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], fl
 
 // Stores a lane's pairs x and y: of row g of block `row` with columns 2t and 2t + 1 of block `column`, where g = lane /
 // 4 and t = lane % 4. kind_pair: (the row's kind) COLUMN_KINDS + (the column's number among the kinds of columns). For
-// pairs within a block calls `store_within(g, 2t)`, which stores them where the caller keeps these. The calls for (0, 1) and
-// (2, 3), where no pair is, store zeros in the unused quarters of pairs_across[1]; every caller must make them.
+// pairs within a block calls `store_within(g, 2t)`, which stores them where the caller keeps these. The calls for (0,
+// 1) and (2, 3), where no pair is, store zeros in the unused quarters of pairs_across[1]; every caller must make them.
 // Precondition: row / 2 >= column / 2. A call for a later half of columns, such as (0, 2), would overwrite pairs by
 // zeros.
 template <class S, class F>

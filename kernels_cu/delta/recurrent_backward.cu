@@ -69,11 +69,13 @@ template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   FloatOrDouble<T>*parts, *token_parts;
 };
 
+enum Kind { DQ, DK, DA, DB };  // arrays of sums over columns, of `parts` and slots; DA and DB only of Dplr
+
 template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared {
   using R = FloatOrDouble<T>;
   // COLUMNS, of a warp: so many that a lane has 64 bytes of S, and of dS. BV: of the block.
   static constexpr int LANE_CHANNELS = BK / 32, COLUMNS = 2048 / sizeof(R) / BK, BV = WARPS * COLUMNS;
-  // The number of arrays of sums over columns: dq, dk; Dplr also da, db; with gates of channels dg, the last one.
+  // The number of arrays of sums over columns (Kind); with gates of channels dg is the last one.
   static constexpr int KINDS = Rule::own_erasure ? 5 : Rule::channel_gates ? 3 : 2;
   static constexpr int SLOT_ROWS = COLUMNS > KINDS ? COLUMNS : KINDS;  // rows of a warp for a token
   Tokens<Rule, T, G, BK, BV, TOKENS> in;
@@ -273,7 +275,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
     // Backwards. With OUTPUTS S is the state after token r, until that before it is loaded; without, S is not used.
 #pragma unroll 1
     for (int r = rows - 1; r >= 0; --r) {
-      // parts: of dq, dk, da, db (Dplr), dg (of channels), summed over the warp's columns. dv: u = dS^T k, then dv; v:
+      // parts: by Kind, then of dg with gates of channels, summed over the warp's columns. dv: u = dS^T k, then dv; v:
       // other rules than Dplr later make beta e of it. own_dv: dv in own_column.
       R parts[KINDS][LANE_CHANNELS] = {}, residual[COLUMNS] = {}, v[COLUMNS], do_[COLUMNS], dv[COLUMNS] = {},
         dp[COLUMNS] = {};
@@ -287,7 +289,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
       for (int i = 0; i < LANE_CHANNELS; ++i)
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
-          parts[0][i] = fma(S[i][c], do_[c], parts[0][i]);
+          parts[DQ][i] = fma(S[i][c], do_[c], parts[DQ][i]);
           dS[i][c] = fma(q[i], do_[c], dS[i][c]);
           dv[c] = fma(k[i], dS[i][c], dv[c]);
           if constexpr (Rule::own_erasure) dp[c] = fma(b[i], dS[i][c], dp[c]);
@@ -324,14 +326,14 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
         for (int c = 0; c < COLUMNS; ++c) {
           R& x = dS[i][c];
           const R decayed = decay[i] * S[i][c];
-          parts[1][i] = fma(x, v[c], parts[1][i]);
+          parts[DK][i] = fma(x, v[c], parts[DK][i]);
           if constexpr (Rule::own_erasure) {
-            parts[2][i] = fma(S[i][c], dp[c], parts[2][i]);
-            parts[3][i] = fma(x, residual[c], parts[3][i]);
+            parts[DA][i] = fma(S[i][c], dp[c], parts[DA][i]);
+            parts[DB][i] = fma(x, residual[c], parts[DB][i]);
             gate_term = fma(x, decayed, gate_term);
             x = fma(decay[i], x, a[i] * dp[c]);
           } else {
-            parts[1][i] = fma(-decayed, dv[c], parts[1][i]);
+            parts[DK][i] = fma(-decayed, dv[c], parts[DK][i]);
             x = fma(-k[i], dv[c], x);
             gate_term = fma(x, decayed, gate_term);
             x *= decay[i];
