@@ -104,7 +104,7 @@ def targets(instances):
 #                       sm_90   bfloat16 200
 #                       sm_100  bfloat16 156, its SegmentState 8, x3 76
 #   delta/kda_backward_chunks  sm_120  what it keeps of pairs, at 255 registers
-#   delta/backward_states  sm_90, sm_100  256 channels, two writes a token: two numbers once a chunk
+#   delta/backward_states  sm_90, sm_100  256 channels, two writes a token, or no outputs: two numbers once a chunk
 #   delta/backward_chunks  sm_90   256 channels, 512 threads of 128 registers
 #                          sm_100  an address of half-precision rows, 128 channels
 # Of others gated/forward's SplitChannels on sm_90 (64 channels and columns, x3: 8 and 32) and sm_80 (64 and 128, RWKV-6

@@ -18,7 +18,8 @@
 //           row has V numbers and zeros to a multiple of 64, and, for 16-bit data, as many rounding errors after them;
 //           chunk_states, state_gradients: backward_storage.cuh; starts, F: scan.cu
 // grid      a block for every (direction, segment, head of values, BV columns), directions slowest; a warp for every
-//           16 columns. Forwards the blocks of F's columns follow those of G's
+//           16 columns, or, without OUTPUTS, for every tiles_of_warp times 16. Forwards the blocks of F's columns
+//           follow those of G's
 // smem      a ring of STAGES: the bytes of a prepared chunk that the walk reads, and its v or do
 // barriers  one in is_whole: its threads agree whether a number is not finite; one a chunk: it has arrived, and the
 //           previous chunk has been read
@@ -46,6 +47,7 @@
 //     `starts`. If the last argument is true, the walk's first segment has all tokens and is its last one, too; the
 //     other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
+//   blocks_of_walk: how many blocks share a multiprocessor; tiles_of_warp: how many times 16 columns a warp has
 //   add_tokens: y += scale M^T x; word_of: two numbers rounded to T
 //   each_number: calls f for a lane's numbers of a state; copy_prepared, copy_chunk: start copies of a chunk, of rows
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
@@ -97,18 +99,18 @@ template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, Directions OF
   Stage<T, BK, BV, TWO_WRITES, OF != ONLY_FORWARDS, OF, OUTPUTS> second[STAGES];
 };
 
-// Goes over the chunks of a segment in one direction; if BACK, the code's S is dS, and `values` are do. Steps that
-// read or write S are in walk.cuh; a warp has 16 columns, of which S, Y, P and packed operands are transposed [columns,
-// tokens or channels]. `block` is the number of the (segment, head, BV columns): of a head's `tiles` of BV columns, the
-// first `value_tiles` have columns of V, the others columns of F. `whole`: the sequence is walked as one segment, not
-// from the states in args.starts.
+// Goes over the chunks of a segment in one direction; if BACK, the code's S is dS, and `values` are do. Steps that read
+// or write S are in walk.cuh; a warp has N times 16 columns, of which S, Y, P and packed operands are transposed
+// [columns, tokens or channels]. `block` is the number of the (segment, head, BV columns): of a head's `tiles` of BV
+// columns, the first `value_tiles` have columns of V, the others columns of F. `whole`: the sequence is walked as one
+// segment, not from the states in args.starts.
 template <int STAGES, bool TWO_WRITES, int BK, int BV, bool BACK, Directions OF, bool OUTPUTS, typename T>
 __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTPUTS> (&stages)[STAGES],
                                      const Args<T>& args, u32 block, u32 value_tiles, u32 tiles) {
   using PreparedChunk = PreparedForGradients<T, BK, TWO_WRITES>;
   using OwnStage = Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTPUTS>;
   static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
-  constexpr int THREADS = 2 * BV;
+  constexpr int N = tiles_of_warp<T, BK>(OUTPUTS), THREADS = 2 * BV / N;  // a warp has N times 16 columns
   const Shape& shape = args.shape;
   const u32 sequence_head = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = sequence_head / H, h = sequence_head % H, b = n / count;
@@ -126,7 +128,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
   const int channels = int(shape.K), columns = int(min(width - first_column, i64(BV)));  // of the block
   const int t = threadIdx.x & 3;
   // column: the warp's first one in the block's; padded_columns: those from the block's first one on.
-  const int column = threadIdx.x / 32 * 16, padded_columns = padded(shape.V) - first_column,
+  const int column = threadIdx.x / 32 * 16 * N, padded_columns = padded(shape.V) - first_column,
             chunks = (tokens + BT - 1) / BT;
   const i64 first_chunk = segment.chunks.start;
   const auto* prepared_chunks =
@@ -136,8 +138,14 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
   // `opaque` hides where the number comes from: else the compiler converts it again for every chunk.
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));
 
-  State<BK> S;
-  const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };
+  State<BK> S[N];
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const int moved = column + 16 * i - int(threadIdx.x) / 32 * 16;  // beyond the warp's columns if it had 16
+      each_number<BK>(S[i], 0, width, first_column + moved, channels, columns - moved, f);
+    }
+  };
   each([&](float& x, i64 index, bool inside) {
     // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
     x = !inside ? 0.f : computes_F ? u32(index) % u32(width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
@@ -180,11 +188,18 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
 #pragma unroll
           for (int right = 0; right < 2; ++right)
             *reinterpret_cast<Word<T>*>(to + (((first_column + column) / 8 + right) * 8 + c % 8) * 64 +
-                                        2 * (threadIdx.x & 31)) = word_of<T>(S[c][2 * right], S[c][2 * right + 1]);
+                                        2 * (threadIdx.x & 31)) =
+                word_of<T>(S[0][c][2 * right], S[0][c][2 * right + 1]);
       }
     }
-    Word<T> packed_values[BT / 16][4] = {}, packed[BT / 16][4];  // transposed [columns, tokens]; F has values of zeros
-    if (!computes_F) load_packed<BV>(packed_values, values_tile, column);
+    // Transposed [columns, tokens]; F has values of zeros.
+    Word<T> packed_values[N][BT / 16][4] = {}, packed[N][BT / 16][4];
+    const auto load_values = [&] {
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        if (!computes_F) load_packed<BV>(packed_values[i], values_tile, column + 16 * i);
+    };
+    if constexpr (OUTPUTS) load_values();  // else they take registers later
     // The betas of tokens first + 2t and the next.
     const auto betas = [&](int first) { return *reinterpret_cast<const float2*>(prepared.beta + first + 2 * t); };
     // For store_tokens: a pair of columns of a token, from operands [columns, tokens]. transpose_pairs exchanges
@@ -195,40 +210,44 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
     if constexpr (BACK) {
       if constexpr (OUTPUTS && TWO_WRITES) {
         float dv[BT / 8][4] = {};
-        read_transposed<BK>(dv, S, prepared.Z[0]);
-        add_tokens(dv, packed_values, prepared.B[0], scale);
-        pack_tokens<T>(packed, dv);
-        store(args.dv, transposed_pairs(packed), columns, bytes);
+        read_transposed<BK>(dv, S[0], prepared.Z[0]);
+        add_tokens(dv, packed_values[0], prepared.B[0], scale);
+        pack_tokens<T>(packed[0], dv);
+        store(args.dv, transposed_pairs(packed[0]), columns, bytes);
       }
-      float P[BT / 8][4] = {}, dresidual[BT / 8][4];
+      float P[N][BT / 8][4] = {}, dresidual[BT / 8][4];
       read_transposed<BK>(P, S, prepared.Z[TWO_WRITES]);
+      if constexpr (!OUTPUTS) load_values();
       if constexpr (OUTPUTS) {
 #pragma unroll
         for (int n = 0; n < BT / 8; ++n)
 #pragma unroll
-          for (int m = 0; m < 4; ++m) dresidual[n][m] = P[n][m];
-        add_tokens(dresidual, packed_values, prepared.B[TWO_WRITES], scale);
-        pack_tokens<T>(packed, dresidual);
-        store(residuals, transposed_pairs(packed), padded_columns, 16);
+          for (int m = 0; m < 4; ++m) dresidual[n][m] = P[0][n][m];
+        add_tokens(dresidual, packed_values[0], prepared.B[TWO_WRITES], scale);
+        pack_tokens<T>(packed[0], dresidual);
+        store(residuals, transposed_pairs(packed[0]), padded_columns, 16);
         if constexpr (!TWO_WRITES) {
-          pack_tokens<T>(packed, dresidual, betas);
-          store(args.dv, transposed_pairs(packed), columns, bytes);
+          pack_tokens<T>(packed[0], dresidual, betas);
+          store(args.dv, transposed_pairs(packed[0]), columns, bytes);
         }
       }
-      if constexpr (!TWO_WRITES) pack_tokens<T>(packed, P, betas);
-      else pack_tokens<T>(packed, P);
-      decay_state<BK>(S, prepared.decay);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if constexpr (!TWO_WRITES) pack_tokens<T>(packed[i], P[i], betas);
+        else pack_tokens<T>(packed[i], P[i]);
+        decay_state<BK>(S[i], prepared.decay);
+      }
       write_rows<BK>(S, prepared.W, packed_values);
       write_rows<BK>(S, prepared.E, packed);
     } else {
       constexpr bool WRITES_O = OUTPUTS && OF == ONLY_FORWARDS;
-      float Y[BT / 8][4] = {};
+      float Y[N][BT / 8][4] = {};
       Accumulators o = {};
       if constexpr (WRITES_O) {
-        if constexpr (TWO_WRITES) multiply_packed(o, prepared.B[0], packed_values);
+        if constexpr (TWO_WRITES) multiply_packed(o, prepared.B[0], packed_values[0]);
         else {
           Word<T> weighted[Matrix<T>::NUMBERS][BT / 16][4];  // beta v
-          weigh_tokens<T>(weighted, packed_values, betas);
+          weigh_tokens<T>(weighted, packed_values[0], betas);
 #pragma unroll
           for (const auto& number : weighted) multiply_packed(o, prepared.B[0], number);
         }
@@ -237,7 +256,9 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
 #pragma unroll
           for (int n = 0; n < 8; ++n) o[m][n / 4][n % 4] *= scale;
       }
-      read_transposed<BK, WRITES_O>(Y, S, prepared.E, &o, prepared.W);
+      if constexpr (WRITES_O) read_transposed<BK, true>(Y[0], S[0], prepared.E, &o, prepared.W);
+      else read_transposed<BK>(Y, S, prepared.E);
+      if constexpr (!OUTPUTS) load_values();
       if constexpr (WRITES_O)
         store(
             args.o,
@@ -246,12 +267,15 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
               return word_of<T>(pair[0], pair[1]);
             },
             columns, bytes);
-      if constexpr (!TWO_WRITES) add_packed<T>(Y, packed_values);
-      pack_tokens<T>(packed, Y);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if constexpr (!TWO_WRITES) add_packed<T>(Y[i], packed_values[i]);
+        pack_tokens<T>(packed[i], Y[i]);
+      }
       if constexpr (OUTPUTS) {
         Accumulators residual = {};
-        multiply_packed(residual, prepared.residual_matrix[0], packed);
-        if constexpr (TWO_WRITES) multiply_packed(residual, prepared.residual_matrix[1], packed_values);
+        multiply_packed(residual, prepared.residual_matrix[0], packed[0]);
+        if constexpr (TWO_WRITES) multiply_packed(residual, prepared.residual_matrix[1], packed_values[0]);
         store(
             residuals,
             [&](int i, int across) {
@@ -272,9 +296,12 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
               padded_columns, 16);
         }
       }
-      decay_state<BK>(S, prepared.decay);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        decay_state<BK>(S[i], prepared.decay);
+        if constexpr (!TWO_WRITES) pack_tokens<T>(packed[i], Y[i], betas);
+      }
       if constexpr (!TWO_WRITES) {
-        pack_tokens<T>(packed, Y, betas);
         write_rows<BK>(S, prepared.Z[0], packed);
       } else {
         write_rows<BK>(S, prepared.Z[0], packed_values);
@@ -292,7 +319,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
 
 template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS, Directions OF>
 __global__ void __launch_bounds__(
-    2 * BV, (blocks_of_walk<Shared<T, BK, BV, TWO_WRITES, STAGES, OF, OUTPUTS>, T, BK, BV>(OUTPUTS)))
+    2 * BV / tiles_of_warp<T, BK>(OUTPUTS),
+    (blocks_of_walk<Shared<T, BK, BV, TWO_WRITES, STAGES, OF, OUTPUTS>, T, BK, BV>(OUTPUTS)))
     delta_backward_states(const Args<T> args) {
   static_assert(BK <= 128 || OF == BOTH, "only rules of at most 128 channels keep what they prepare");
   auto& s = *reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OF, OUTPUTS>*>(dynamic_smem());

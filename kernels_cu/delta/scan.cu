@@ -11,8 +11,8 @@
 //           false    of F     the identity                         0       F; not of a first or last segment
 // shapes    v o [B, H, T, V], prepared [B, H, NC], initial and final state [N, H, K, V] float32; starts, F:
 //           join_segments.cu
-// grid      a block for every (segment, head, BV columns), segment slowest; a warp for every 16 columns. The blocks of
-//           F's columns follow those of G's
+// grid      a block for every (segment, head, BV columns), segment slowest; a warp for every 16 columns, or, without
+//           OUTPUTS, for every tiles_of_warp times 16. The blocks of F's columns follow those of G's
 // smem      a ring of STAGES: a prepared chunk, and its v
 // barriers  one in is_whole: its threads agree whether a number is not finite; one a chunk: it has arrived, and the
 //           previous chunk has been read
@@ -40,7 +40,7 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   decay_state: S <- diag(decay) S; each_number<BK>(S, row, ...): calls f for a lane's numbers of S; row: S's first
-//   blocks_of_walk: how many blocks share a multiprocessor
+//   blocks_of_walk: how many blocks share a multiprocessor; tiles_of_warp: how many times 16 columns a warp has
 //   copy_prepared, copy_chunk: start to copy a prepared chunk, a chunk's rows; BYTES_FOR_STATES: of a prepared chunk,
 //     what a walk without outputs reads; store_tokens: stores a warp's columns of o; word_of: two numbers rounded to T
 
@@ -73,11 +73,11 @@ template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS>
 };
 
 template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS>
-__global__ void __launch_bounds__(2 * BV,
+__global__ void __launch_bounds__(2 * BV / tiles_of_warp<T, BK>(OUTPUTS),
                                   (blocks_of_walk<Shared<T, BK, BV, TWO_WRITES, STAGES, OUTPUTS>, T, BK, BV>(OUTPUTS)))
     delta_scan(const Args<T> args) {
   static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
-  constexpr int THREADS = 2 * BV;
+  constexpr int N = tiles_of_warp<T, BK>(OUTPUTS), THREADS = 2 * BV / N;  // a warp has N times 16 columns
   using OwnStage = Stage<T, BK, BV, TWO_WRITES, OUTPUTS>;
   auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OUTPUTS>*>(dynamic_smem())->stages;
   const Shape& shape = args.shape;
@@ -95,12 +95,19 @@ __global__ void __launch_bounds__(2 * BV,
   const Span span = segment.tokens;
   const int tokens = int(span.stop - span.start);
   const int bytes = int(args.bytes);
-  const int channels = int(shape.K), columns = int(min(width - first_column, i64(BV))), column = threadIdx.x / 32 * 16;
+  const int channels = int(shape.K), columns = int(min(width - first_column, i64(BV))),
+            column = threadIdx.x / 32 * 16 * N;
   const auto* prepared_chunks = static_cast<const Prepared<T, BK, TWO_WRITES>*>(args.prepared) +
                                 (i64(b) * H + h) * shape.NC + segment.chunks.start;
 
-  State<BK> S;
-  const auto each = [&](auto f) { each_number<BK>(S, 0, width, first_column, channels, columns, f); };
+  State<BK> S[N];
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const int moved = column + 16 * i - int(threadIdx.x) / 32 * 16;  // beyond the warp's columns if it had 16
+      each_number<BK>(S[i], 0, width, first_column + moved, channels, columns - moved, f);
+    }
+  };
   each([&](float& x, i64 index, bool inside) {
     // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
     x = !inside ? 0.f : computes_F ? u32(index) % u32(width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
@@ -128,19 +135,26 @@ __global__ void __launch_bounds__(2 * BV,
     const T* v_tile = stages[stage].v;
     if (++stage == STAGES) stage = 0;
 
-    Word<T> v[BT / 16][4] = {}, written[BT / 16][4];  // written: v + Y (TWO_WRITES: Y); F has values of zeros
-    if (!computes_F) load_packed<BV>(v, v_tile, column);
-    // A warp's 16 columns: Y, v and `written` transposed, o [tokens, columns]. Layouts: walk.cuh.
-    float Y[BT / 8][4] = {};
+    Word<T> v[N][BT / 16][4] = {}, written[N][BT / 16][4];  // written: v + Y (TWO_WRITES: Y); F has values of zeros
+    // 16 columns: Y, v and `written` transposed, o [tokens, columns]. Layouts: walk.cuh.
+    float Y[N][BT / 8][4] = {};
     Accumulators o = {};
-    read_transposed<BK, OUTPUTS>(Y, S, prepared.E, &o, prepared.W);  // Y = E S; o = W S
-    decay_state<BK>(S, prepared.decay);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (!computes_F) load_packed<BV>(v[i], v_tile, column + 16 * i);
+    if constexpr (OUTPUTS) read_transposed<BK, true>(Y[0], S[0], prepared.E, &o, prepared.W);  // Y = E S; o = W S
+    else read_transposed<BK>(Y, S, prepared.E);
+#pragma unroll
+    for (int i = 0; i < N; ++i) decay_state<BK>(S[i], prepared.decay);
     if constexpr (TWO_WRITES) write_rows<BK>(S, prepared.Z[0], v);
-    else add_packed<T>(Y, v);
-    pack_tokens<T>(written, Y);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (!TWO_WRITES) add_packed<T>(Y[i], v[i]);
+      pack_tokens<T>(written[i], Y[i]);
+    }
     write_rows<BK>(S, prepared.Z[TWO_WRITES], written);
     if constexpr (OUTPUTS) {
-      multiply_packed(o, prepared.B, v);
+      multiply_packed(o, prepared.B, v[0]);
       store_tokens<T>(
           args.o.row(b, h, span.start + token) + first_column, args.o.token_stride,
           [&](int i, int across) {  // across: 0 or 8, the first column of 8

@@ -19,10 +19,16 @@
 //   Matrix<T>: [32, 32], each number the sum of NUMBERS numbers
 //   State<BK>: float[BK / 8][4]
 
-// How many blocks of BV columns a multiprocessor's registers are for: so many that they have 128 columns together; or
-// 256 without outputs, where a thread of 16-bit data needs no more than 128 registers.
+// How many times 16 columns a warp of a walk has: two without outputs, if registers hold two states, so that products
+// read shared memory half as often.
+template <typename T, int BK> constexpr int tiles_of_warp(bool outputs) {
+  return outputs || sizeof(T) == 4 || BK > 128 ? 1 : 2;
+}
+
+// How many blocks of BV columns a multiprocessor's registers are for: so many that they have 8 warps together.
 template <class Shared, typename T, int BK, int BV> constexpr int blocks_of_walk(bool outputs) {
-  return outputs || sizeof(T) == 4 || BK > 128 ? 128 / BV : blocks_with_room<Shared>(256 / BV);
+  const int tiles = tiles_of_warp<T, BK>(outputs);
+  return tiles == 1 ? 128 / BV : blocks_with_room<Shared>(128 * tiles / BV);
 }
 
 // Starts to copy bytes FROM ... STOP - 1 of a prepared chunk from global to shared memory, by all THREADS threads; both
@@ -77,6 +83,27 @@ __device__ __forceinline__ void read_transposed(float (&y)[BT / 8][4], const Sta
   }
 }
 
+// The same for N times 16 columns of a warp, without outputs. Their states share the operands of `rows`.
+template <int BK, int N, typename T>
+__device__ __forceinline__ void read_transposed(float (&y)[N][BT / 8][4], const State<BK> (&S)[N], const T* rows) {
+  const RowsReader<BK, T> right;
+#pragma unroll
+  for (int c = 0; c < BK / 32; ++c) {  // 32 channels
+    Word<T> e[BT / 8][4];
+#pragma unroll
+    for (int n = 0; n < BT / 8; ++n) right.load(e[n], rows, 8 * n, 32 * c);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        Word<T> s[4];
+        pack_state<T, BK>(s, S[i], 2 * c + half);
+#pragma unroll
+        for (int n = 0; n < BT / 8; ++n) mma_m16n8k16(y[i][n], s, {e[n][2 * half], e[n][2 * half + 1]}, T{});
+      }
+  }
+}
+
 // S <- diag(decay) S. decay: of the BK channels, in shared memory.
 template <int BK> __device__ __forceinline__ void decay_state(State<BK>& S, const float* decay) {
   const int t = threadIdx.x & 3;
@@ -87,10 +114,10 @@ template <int BK> __device__ __forceinline__ void decay_state(State<BK>& S, cons
   }
 }
 
-// S += rows^T x. rows: a tile [BT, BK] in shared memory; x: left operands [the warp's columns, 16 tokens], as
-// load_packed and pack_tokens set them.
-template <int BK, typename T>
-__device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const Word<T> (&x)[BT / 16][4]) {
+// S += rows^T x, for N times 16 columns of a warp. rows: a tile [BT, BK] in shared memory; x: left operands [16
+// columns, 16 tokens], as load_packed and pack_tokens set them.
+template <int BK, int N, typename T>
+__device__ __forceinline__ void write_rows(State<BK> (&S)[N], const T* rows, const Word<T> (&x)[N][BT / 16][4]) {
   const RightReader<BK, T> reader;
 #pragma unroll
   for (int n = 0; n < BT / 16; ++n)
@@ -98,8 +125,11 @@ __device__ __forceinline__ void write_rows(State<BK>& S, const T* rows, const Wo
     for (int c = 0; c < BK / 16; ++c) {
       Word<T> b[4];
       reader.load(b, rows, 16 * n, 16 * c);
-      mma_m16n8k16(S[2 * c], x[n], {b[0], b[1]}, T{});
-      mma_m16n8k16(S[2 * c + 1], x[n], {b[2], b[3]}, T{});
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        mma_m16n8k16(S[i][2 * c], x[i][n], {b[0], b[1]}, T{});
+        mma_m16n8k16(S[i][2 * c + 1], x[i][n], {b[2], b[3]}, T{});
+      }
     }
 }
 

@@ -121,7 +121,9 @@ class Walk(ChunkKernel, TiledKernel):
 
     @property
     def threads(self):
-        return 2 * self.BV
+        """A warp has 16 columns; or 32 without outputs, if registers hold two states of 16 columns."""
+        has_two = not self.outputs and self.dtype != FLOAT32 and self.BK <= TILES[1]
+        return self.BV if has_two else 2 * self.BV
 
     @property
     def blocks_per_multiprocessor(self):
