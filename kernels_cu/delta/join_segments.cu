@@ -8,18 +8,19 @@
 //           at p first G_{p-1} and then S_p, and in the second direction first G'_{p+1} and then dS_p. Its places of
 //           segment 0, and in the second direction of P - 1, are not touched. All are of type R. N sequences
 // grid      a block for every (direction, sequence, head, BV columns), direction slowest; `backwards`: of the second
-//           direction alone; a thread has 2 channels of 4 columns
+//           direction alone; a warp has 16 channels, or, of float64, a thread 2 channels of 4 columns
 // smem      a ring of panels of F; S, or dS
 // barriers  one in all_forget: whether a segment remembers; one a segment: the previous S has been read; one a panel:
 //           it and S are in shared memory, and the previous panel has been read; one at the end: whether a number is
 //           not finite
-// numerics  R: float32, or float64
+// numerics  R: float32, whose products are three in tf32 (operands.cuh), or float64
 //           If a last state, S_{P-1} or dS_0, is not finite, since gates above 0 have made F or a state grow, its
 //           first two channels become NaN in all columns of the block: the kernels that read `starts` take this for the
 //           order to compute the sequence as one segment
 // source    the recurrence of Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, computed one segment
 //           after the other
 // limits    K <= BK of 64, 128, 256; P >= 3
+#include "delta/operands.cuh"
 #include "delta/segments.cuh"
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
@@ -36,18 +37,67 @@ template <typename R> struct Args {
 
 constexpr int BV = 16;
 
-template <typename R> struct alignas(16) Four {  // neighbouring columns of a channel
-  R x[4];
+template <typename R, int BK> struct Shared {
+  static constexpr int STAGES = BK * sizeof(R) >= 1024 ? 3 : 4;  // 3 of 256 channels fit on every card
+  static constexpr int PANEL = 16384 / BK / sizeof(R);           // columns of F in a stage; if BACKWARDS, rows
+  // [BK][PANEL] columns of F, GAP numbers between its rows; or, BACKWARDS, [PANEL][BK] rows of F, 16 bytes between
+  // them. What a warp reads at a time is then in different banks. 16384 bytes without the gaps.
+  static constexpr int GAP = sizeof(R) == 4 ? 8 : 2;
+  R panels[STAGES][BK * (PANEL + GAP)];
+  R S[BK][BV + (sizeof(R) == 4 ? 4 : 0)];  // S_p or dS_p
 };
 
-template <typename R, int BK> struct Shared {
-  static constexpr int STAGES = BK * sizeof(R) > 1024 ? 3 : 4;  // 3 of float64 and 256 channels fit on every card
-  static constexpr int PANEL = 16384 / BK / sizeof(R);          // columns of F in a stage; if BACKWARDS, rows
-  // [BK][PANEL] columns of F, 16 bytes between its rows, which are then in different banks; or, BACKWARDS, [PANEL][BK]
-  // rows of F. 16384 bytes without the gaps.
-  R panels[STAGES][BK * (PANEL + 16 / sizeof(R))];
-  Four<R> S[BK][BV / 4];  // S_p or dS_p
+// The numbers of a state that a thread computes: of channels from `channel` on and columns from `column` on, of the
+// block's. Of float32 a warp has 16 channels and all 16 columns, as accumulators of tensor cores; of float64 a thread
+// has 2 channels of 4 columns.
+template <typename R> struct Own {
+  static constexpr bool TENSOR = sizeof(R) == 4;
+  int channel = TENSOR ? threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 : threadIdx.x / 4 * 2;
+  int column = TENSOR ? threadIdx.x % 4 * 2 : threadIdx.x % 4 * 4;
+
+  // Calls f(channel, column, the number in x) for all 8.
+  template <class F> __device__ __forceinline__ void each(R (&x)[2][4], F f) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int m = 0; m < 4; ++m)
+        if constexpr (TENSOR) f(channel + m / 2 * 8, column + 8 * i + m % 2, x[i][m]);
+        else f(channel + i, column + m, x[i][m]);
+  }
 };
+
+// x += F S, or, BACKWARDS, F^T S, for PANEL columns of F: S has their channels. LD: the distance of a panel's rows.
+template <bool BACKWARDS, int PANEL, int LD, typename R, int ROW>
+__device__ __forceinline__ void multiply(R (&x)[2][4], const Own<R>& own, const R* panel, const R (*S)[ROW]) {
+  if constexpr (Own<R>::TENSOR) {
+    const int g = threadIdx.x % 32 / 4, two = own.column;
+#pragma unroll 2
+    for (int k = two; k < PANEL; k += 16) {
+      float2 a[4], b[2][2];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int row = own.channel + m % 2 * 8, column = k + m / 2 * 8;
+        if constexpr (BACKWARDS) a[m] = {panel[column * LD + row], panel[(column + 1) * LD + row]};
+        else a[m] = *reinterpret_cast<const float2*>(panel + row * LD + column);
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) b[n][m] = {S[k + 8 * m][8 * n + g], S[k + 8 * m + 1][8 * n + g]};
+        mma_m16n8k16(x[n], a, b[n], single{});
+      }
+    }
+  } else {
+#pragma unroll 4
+    for (int k = 0; k < PANEL; ++k)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const R factor = BACKWARDS ? panel[k * LD + own.channel + i] : panel[(own.channel + i) * LD + k];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) x[i][m] = fma(factor, S[k][own.column + m], x[i][m]);
+      }
+  }
+}
 
 // Joins the segments in one direction. block: the number of the (sequence, head, BV columns); starts: those of this
 // direction. In the code S is dS, G is G', and F is F^T, if BACKWARDS. Step n multiplies S by F_p, p = first_segment +
@@ -55,22 +105,21 @@ template <typename R, int BK> struct Shared {
 template <bool BACKWARDS, int BK, typename R>
 __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* starts, u32 block) {
   constexpr int STAGES = Shared<R, BK>::STAGES, PANEL = Shared<R, BK>::PANEL, PIECE = 16 / sizeof(R), THREADS = 2 * BK;
-  constexpr int ROWS = BACKWARDS ? PANEL : BK, LD = BACKWARDS ? BK : PANEL + PIECE;  // a panel's rows, their distance
+  // A panel's rows, and their distance.
+  constexpr int ROWS = BACKWARDS ? PANEL : BK, LD = BACKWARDS ? BK + PIECE : PANEL + Shared<R, BK>::GAP;
   // The threads copy DOWN rows of a panel at a time, ACROSS pieces of 16 bytes each.
   constexpr int ACROSS = (BACKWARDS ? BK : PANEL) / PIECE, DOWN = THREADS / ACROSS;
   const u32 tiles = u32(args.V + BV - 1) / BV, H = u32(args.H), pair = block / tiles, h = pair % H, n = pair / H;
   const int K = int(args.K), V = int(args.V), P = int(args.P), F_stride = (K + 3) / 4 * 4;
-  const int channel = threadIdx.x / (BV / 4) * 2, column_group = threadIdx.x % (BV / 4);
-  const int column = int(block % tiles) * BV + 4 * column_group;
+  const int first_column = int(block % tiles) * BV;
+  const Own<R> own;
   const int direction = BACKWARDS ? -1 : 1, steps = P - 2;
   const i64 first_head = (i64(n) * P + (BACKWARDS ? P - 2 : 1)) * H + h;  // of the first step's segment
-  // Calls f(number in starts, number in x) for the thread's 2 channels and 4 columns of a place of `starts`.
+  // Calls f(number in starts, number in x) for the thread's numbers of a place of `starts`.
   const auto each = [&](R* place, R(&x)[2][4], auto f) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j, place += V)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (channel + j < K && column + i < V) f(place[i], x[j][i]);
+    own.each(x, [&](int channel, int column, R& number) {
+      if (channel < K && first_column + column < V) f(place[channel * V + column], number);
+    });
   };
   const auto load = [](R& from, R& to) { to = from; };  // from `starts`
   // Starts to copy the panels of all steps, in the order in which they are read, one in a call. F, F_offset: the next
@@ -95,18 +144,15 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
   // x: S, later the sum that becomes the next S; G: loaded a step before it is added. Channels from K on stay 0.
   // place: of the S that the step multiplies. Before an S is stored, its place has the G that is added to the product.
   const i64 next_place = direction * i64(H) * K * V;
-  R* place = starts + first_head * K * V + channel * V + column;
+  R* place = starts + first_head * K * V + first_column;
   R x[2][4] = {}, G[2][4] = {};
   each(place, x, load), each(place + next_place, G, load);
 #pragma unroll 1
   for (int step = 0, stage = 0; step < steps; ++step) {
     __syncthreads();  // the previous S has been read
+    own.each(x, [&](int channel, int column, R& number) { s.S[channel][column] = number; });
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      s.S[channel + j][column_group] = {x[j][0], x[j][1], x[j][2], x[j][3]};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[j][i] = G[j][i];
-    }
+    for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = G[i / 4][i % 4];
     place += next_place;
     if (step + 1 < steps) each(place + next_place, G, load);
 #pragma unroll 1
@@ -116,36 +162,17 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
       fetch(stage ? stage - 1 : STAGES - 1);
       const R* panel = s.panels[stage];
       stage = stage + 1 < STAGES ? stage + 1 : 0;
-#pragma unroll 4
-      for (int k = 0; k < min(PANEL, F_stride - from); k += 4) {  // 4 channels of S
-        R factors[2][4];  // F, or F^T if BACKWARDS: of the thread's 2 channels, for channels from + k ... + 3 of S
-        if constexpr (BACKWARDS) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            R two[2];
-            load_neighbours<2>(two, panel + (k + i) * LD + channel);
-            factors[0][i] = two[0], factors[1][i] = two[1];
-          }
-        } else {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) load_neighbours<4>(factors[j], panel + (channel + j) * LD + k);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const Four<R> state = s.S[from + k + i][column_group];
-#pragma unroll
-          for (int j = 0; j < 2; ++j)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) x[j][c] = fma(factors[j][i], state.x[c], x[j][c]);
-        }
-      }
+      multiply<BACKWARDS, PANEL, LD>(x, own, panel, s.S + from);
     }
     each(place, x, [](R& to, R& from) { to = from; });  // stores the next S in the place of G
   }
   bool out_of_range = false;
   each(place, x, [&](R&, R& number) { out_of_range |= !is_finite(number); });
-  if (__syncthreads_or(out_of_range) && channel == 0)
-    each(place, x, [](R& to, R&) { to = R(__uint_as_float(0x7fc00000u)); });
+  if (!__syncthreads_or(out_of_range)) return;
+  own.each(x, [&](int channel, int column, R&) {
+    if (channel < 2 && channel < K && first_column + column < V)
+      place[channel * V + column] = R(__uint_as_float(0x7fc00000u));
+  });
 }
 
 // Whether all segments of the sequence and head of block `block` have an F of 0, but for segments 0 and P - 1, which
