@@ -10,8 +10,12 @@
 //           in shared memory, swizzled: place<BK>(tile, i, c) is the address of channel c of token i. float32 data are
 //           of type `single`, so that operands of tensor cores are loaded alike (operands.cuh). In code g is lane / 4
 //           and t lane % 4, but for a pointer g to log gates
-// order     In a kernel: set_lengths; a block's own pairs (SumsOfPairs) and, by each_border, store_level; a barrier;
-//           score_borders; a barrier; solve, put_transposed; a barrier; multiply_triangles
+// order     Steps of a kernel, with a barrier of the thread block between two lines:
+//             set_lengths; sums of a block's own pairs (SumsOfPairs); block_decays
+//             each_border with store_level; the block's own pairs are stored
+//             score_borders: pairs of two blocks
+//             solve, put_transposed
+//             multiply_triangles
 // tests     test_delta_kernels; test_compile (no spills)
 // numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2). The squares of lengths, from which
 //           these powers come, are sums over tokens that have not been divided. Pairs of one block are multiplied in
@@ -235,8 +239,12 @@ __device__ __forceinline__ void each_border(const float (&block_decays)[BLOCKS][
 }
 
 // Stores the 4 tokens x of the thread's block, rows or columns of a level, times `decay`. A tile has the 16 tokens of
-// one side of the level's borders, in their order; rows of level 1: blocks 2, 3, 6, 7. 8 tokens of kind 0, the same 8
-// tokens of kind 1, and so on for KINDS kinds, follow each other; then the other 8 tokens.
+// one side of the level's borders, in their order: 8 tokens of kind 0, the same 8 tokens of kind 1, and so on for KINDS
+// kinds; then the other 8 tokens likewise. For example the rows of level 1, of two kinds:
+//   tile      0 ... 7      8 ... 15     16 ... 23    24 ... 31
+//   blocks    2, 3         2, 3         6, 7         6, 7
+//   kind      0            1            0            1
+// block_in_tile: the block's number among the side's four; here 0 for block 2, 3 for block 7.
 template <int KINDS, int BK, typename X>
 __device__ __forceinline__ void store_level(X* tile, int level, int kind, const BlockTask<BK>& task,
                                             const float4 (&x)[BLOCK], float4 decay) {
@@ -289,9 +297,10 @@ __device__ __forceinline__ void score_borders(const X (&rows)[LEVELS][BT * BK], 
     const int right = task % 2, left = level == LEVELS - 1 ? task / 2 % 2 : right;
     float d[2][4] = {};
     multiply_rows<BK>(d, rows[level], columns[level], 16 * left, 8 * right);
-    // A tile has every other run of `half` tokens: rows those after a border, columns those before it.
+    // A tile has every other run of `half` tokens: rows those after a border, columns those before it. So number `row`
+    // of the 16 rows is token 2 row - row % half + half: at level 1 (half 8) row 9 is token 25, the second of block 6.
     const int half = BLOCK << level, row = 8 * left + (lane >> 2), column = 8 * right + 2 * (lane & 3);
-    if ((row ^ column) < half)  // otherwise they belong to different borders
+    if ((row ^ column) < half)  // row / half == column / half: otherwise they belong to different borders
       // multiply_rows leaves each score as the sum of d[0] and d[1].
       f(2 * row - (row & half - 1) + half, 2 * column - (column & half - 1),
         float2{d[0][0] + d[1][0], d[0][1] + d[1][1]}, float2{d[0][2] + d[1][2], d[0][3] + d[1][3]});

@@ -16,13 +16,14 @@
 //           lane / 4, columns 2 (lane % 4) and the next
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
-// barriers  six: inputs have arrived | decays of blocks (all threads also agree whether a gate grows) | decayed tokens
-//           | M' and A' | N' and qd | B. Each: these are in shared memory, and their operands have been read and may be
-//           overwritten. One more in prepare_by_tokens, in place of the last four, and one in set_lengths if BK is 256
+// barriers  six, by number; behind each these are in shared memory, and their operands may be overwritten: 1 inputs
+//           2 decays of blocks (all threads also agree whether a gate grows)   3 decayed tokens   4 M' and A'
+//           5 N' and qd   6 B. One more in prepare_by_tokens, in place of 3 to 6, and one in set_lengths if BK is 256
 // numerics  M' and N' in float32. Of 16-bit data they, and A', are the sum of two float16 as operands, and B of two T;
 //           E, W, Z in T. Decays: channel_chunk.cuh; chunks that grow: growing_chunk.cuh
 // source    Kimi Team, 2025 (2510.26692), eq. 1; Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256
+// tests     test_delta_kernels; gates that grow: test_growth_within_a_segment, test_chunks_that_enlarge_a_state there
 #include "cards.cuh"
 #include "delta/growing_chunk.cuh"
 
@@ -57,32 +58,32 @@ enum Kind { OF_K, OF_Q };  // an index of lengths, and of the rows of scores: ke
 
 template <typename T, typename G, int BK> struct alignas(16) Shared {
   // Arrays [BT * BK] are tiles: place<BK>(tile, i, c) is the address of channel c of token i. A Matrix is [BT, BT], in
-  // 16 bits the sum of two numbers. In a union each member overwrites the one above, which has been read by then.
+  // 16 bits the sum of two numbers. Beside the members of unions: between which barriers they are written and read.
   union {
-    T k[BT * BK];
-    T E[BT * BK];
+    T k[BT * BK];  // until 2
+    T E[BT * BK];  // from 2 on
   };
   union {
-    T q[BT * BK];
-    Operand<T, f16> ke[BT * BK];
-    T Z[BT * BK];
-    T W[BT * BK];
+    T q[BT * BK];                 // until 2
+    Operand<T, f16> ke[BT * BK];  // from 2 on
+    T Z[BT * BK];                 // from 5 on, by each warp over its own channels
+    T W[BT * BK];                 // likewise, after 6
   };
   Matrix<Operand<T, f16>> A;
   union {
-    G g[BT * BK];
-    struct {
+    G g[BT * BK];  // until 2
+    struct {       // from 2 to 4
       // By level, as store_level has them: decayed keys and queries; keys.
       Operand<T, f16> rows[LEVELS][BT * BK], keys[LEVELS][BT / 2 * BK];
     };
-    struct {
+    struct {                         // from 4 on
       float from_start[BT][BK + 8];  // q' decayed from the chunk's start
       Matrix<T> B;
     };
   };
   union {
-    float block_decays[BLOCKS][BK];
-    Matrix<Operand<T, f16>> N_transposed;  // of N'
+    float block_decays[BLOCKS][BK];        // until 3
+    Matrix<Operand<T, f16>> N_transposed;  // from 4 on: of N'
   };
   float M[BT][LD];
   Lengths lengths[2];          // of keys and of queries: p, r are their `power`, and k' = factor k
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   const BlockTask<BK> task;
   clear_rows(s.A, task);  // numbers above the diagonal stay 0; of M they are not read
   cp_async_wait<0>();
-  __syncthreads();  // inputs have arrived
+  __syncthreads();  // 1: inputs have arrived
 
   set_lengths<BK>(s.lengths, {s.k, s.q}, args.normalized);
   BlockOfTokens block;
@@ -164,7 +165,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   float& other_half = in_gap(s.M, task);
   if (task.LANES > 32 && task.lane >= 32 && task.lane < 32 + PAIRS) other_half = score;
   *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = block.decay;
-  if (__syncthreads_or(block.largest > GROWTH)) {  // decays of blocks are in shared memory; inputs may be overwritten
+  // 2: decays of blocks are in shared memory; inputs may be overwritten.
+  if (__syncthreads_or(block.largest > GROWTH)) {
     // A gate is too large for float16: stores all of `to` but beta, from the inputs, which are in shared memory still.
     prepare_by_tokens<WRITES_ONCE, GRADIENT, BK>(to, s.q, s.k, s.k, s.k, s.g, s.lengths, s.beta, s.M,
                                                  float(args.w_scale));
@@ -197,13 +199,13 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     if (pair.strict) s.M[i][j] = score;
     else put_split(s.A.at(i, j), score);
   }
-  __syncthreads();  // decayed queries and keys are in shared memory
+  __syncthreads();  // 3: decayed queries and keys are in shared memory
 
   score_borders<BK, THREADS>(s.rows, s.keys, [&](int i, int j, float2 key, float2 query) {
     put_split_pair(s.A.at(i, j), query.x, query.y);
     *reinterpret_cast<float2*>(&s.M[i][j]) = key;
   });
-  __syncthreads();  // M' and A' are in shared memory; their operands have been read, and qd may overwrite them
+  __syncthreads();  // 4: M' and A' are in shared memory; their operands have been read, and qd may overwrite them
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = block.queries[n];
   // One warp inverts. Which one depends on the block, since each quarter of a multiprocessor runs every fourth warp.
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     solve(N, s.M, s.weight, s.N_transposed, INVERTS, [] { __syncwarp(); });
     put_transposed(s.N_transposed, N);
   }
-  __syncthreads();  // N' and qd are in shared memory
+  __syncthreads();  // 5: N' and qd are in shared memory
 
   // x: (X N')_ij and the next, with the powers of 2 of row i (`factor`) and of columns j and j + 1.
   const auto with_powers = [&](int j, float factor, float2 x) {
@@ -249,7 +251,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     sum[m][across][2 * down] = sum[m][across][2 * down + 1] = 0.f;
   });
   store_channels<BK>(to.Z[0], s.Z);
-  __syncthreads();  // B is in shared memory
+  __syncthreads();  // 6: B is in shared memory
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(sum[m], s.B, s.E, 16 * m, channel);
   const float scale = float(args.w_scale);

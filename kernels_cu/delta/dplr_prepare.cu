@@ -19,16 +19,18 @@
 // grid      a block for every (batch, head, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices. In the code q and a are "rows", k and b "columns", after their
 //           place in Axy
-// barriers  eight of the block: inputs have arrived | decays of blocks (all threads also agree whether a gate grows) |
-//           decayed rows and k | scores with k | decayed b | scores with b | N', L' and qd | H and B. Each: these are
-//           in shared memory, and their operands have been read and may be overwritten. One of two warps: N22 of
-//           `solve` is stored. One more in prepare_by_tokens, in place of those from the third on, and one in
+// barriers  eight of the block, by number; behind each these are in shared memory, and their operands may be
+//           overwritten:
+//             1 inputs   2 decays of blocks (all threads also agree whether a gate grows)   3 decayed rows and k
+//             4 scores with k   5 decayed b   6 scores with b   7 N', L' and qd   8 H and B
+//           One of two warps: N22 of `solve` is stored. One more in prepare_by_tokens, in place of 3 to 8, and one in
 //           set_lengths if BK is 256
 // numerics  scores, N' and L' in float32. For 16-bit data each number of them is, as an operand, the sum of two float16
 //           numbers, and each number of H and B the sum of two T; E, W, Z in T. Decays: channel_chunk.cuh; chunks that
 //           grow: growing_chunk.cuh
 // source    Peng et al., 2025 (2503.14456), eq. 17; Yang et al., 2024 (2406.06484), section 3
 // limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256
+// tests     test_delta_kernels; gates that grow: test_growth_within_a_segment, test_chunks_that_enlarge_a_state there
 #include "cards.cuh"
 #include "delta/growing_chunk.cuh"
 
@@ -65,46 +67,45 @@ enum Kind { OF_Q, OF_A, WITH_K, WITH_B };
 
 template <typename T, typename G, int BK> struct alignas(16) Shared {
   // Arrays [BT * BK] are tiles: place<BK>(tile, i, c) is the address of channel c of token i. A Matrix is [BT, BT], in
-  // 16 bits the sum of two numbers. In a union a member overwrites the one above, which has been read by then unless
-  // the union says more.
+  // 16 bits the sum of two numbers. Beside the members of unions: between which barriers they are written and read.
   union {
-    T q[BT * BK];
-    T E[BT * BK];
+    T q[BT * BK];  // until 2
+    T E[BT * BK];  // from 2 on
   };
   union {
-    T columns[2][BT * BK];  // k and b
-    Operand<T, f16> to_end[2][BT * BK];
-    T Z[2][BT * BK];  // Zk and Zb; then [0] is W
+    T columns[2][BT * BK];               // until 2: k and b
+    Operand<T, f16> to_end[2][BT * BK];  // from 2 on: ke' and be'
+    T Z[2][BT * BK];                     // from 7 on, by each warp over its own channels: Zk and Zb; after 8 [0] is W
   };
   union {
-    struct {
+    struct {  // until 2
       T a[BT * BK];
       G g[BT * BK];
     };
-    struct {
+    struct {                       // from 2 on
       Matrix<Operand<T, f16>> QB;  // Aqb'
       float QK[BT][LD];            // Aqk'
     };
   };
   union {
-    struct {
-      // By level, as store_level has them: decayed q and a; decayed k, later b.
+    struct {  // until 6
+      // By level, as store_level has them: decayed q and a; decayed k, from 4 on b.
       Operand<T, f16> rows[LEVELS][BT * BK], decayed_columns[LEVELS][BT / 2 * BK];
     };
-    struct {
+    struct {                                               // from 6 on
       float from_start[BT][BK + 8];                        // q' decayed from the chunk's start
       Matrix<Operand<T, f16>> N_transposed, L_transposed;  // of N' and L', divided by their matrix_powers
     };
   };
   union {
-    struct {
+    struct {  // until 7
       union {
-        float block_decays[BLOCKS][BK];
-        float AB[BT][LD];  // Aab'
+        float block_decays[BLOCKS][BK];  // until 5
+        float AB[BT][LD];                // from 5 on: Aab'
       };
-      float AK[BT][LD];  // Aak', which is written while block_decays is still read
+      float AK[BT][LD];  // Aak', from 2 on: it shares no memory with block_decays
     };
-    struct {
+    struct {  // from 7 on
       Matrix<T> B, H;
     };
   };
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     });
   cp_async_commit();
   cp_async_wait<0>();
-  __syncthreads();  // inputs have arrived
+  __syncthreads();  // 1: inputs have arrived
 
   const BlockTask<BK> task;
   constexpr bool normalized = false;  // queries and keys are not divided by their lengths
@@ -188,7 +189,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = block.decay;
   if constexpr (GRADIENT)
     if (threadIdx.x < BT) to.beta[threadIdx.x] = 1.f;
-  if (__syncthreads_or(block.largest > GROWTH)) {  // decays of blocks are in shared memory; inputs may be overwritten
+  // 2: decays of blocks are in shared memory; inputs may be overwritten.
+  if (__syncthreads_or(block.largest > GROWTH)) {
     // A decay is above GROWTH (growing_chunk.cuh): float16 might not hold decayed tokens. Stores all of `to` but beta,
     // from the inputs, which are in shared memory still.
     const float* const betas = nullptr;  // RWKV-7 has none
@@ -223,17 +225,17 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   }
   if (task.block == BLOCKS - 1)
     *reinterpret_cast<float4*>(to.decay + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
-  __syncthreads();  // decayed rows and k are in shared memory
+  __syncthreads();  // 3: decayed rows and k are in shared memory
   score_borders<BK, THREADS>(s.rows, s.decayed_columns, [&](int i, int j, float2 q_scores, float2 a_scores) {
     *reinterpret_cast<float2*>(&s.QK[i][j]) = q_scores, *reinterpret_cast<float2*>(&s.AK[i][j]) = a_scores;
   });
-  __syncthreads();  // scores with k are in shared memory; decayed b may overwrite decayed k
+  __syncthreads();  // 4: scores with k are in shared memory; decayed b may overwrite decayed k
   each_border<BK>(
       s.block_decays, task, before, after, [](int, float4) {},
       [&](int level, float4 decay) {
         store_level<1>(s.decayed_columns[level], level, 0, task, block.to_end[1], decay);
       });
-  __syncthreads();  // decayed b is in shared memory; decays of blocks have been read
+  __syncthreads();  // 5: decayed b is in shared memory; decays of blocks have been read
   const auto put_score = [&](int kind, float x) {
     const PairOfBlock pair(task.lane % PAIRS);
     const int i = task.first + pair.i, j = task.first + pair.j;
@@ -253,7 +255,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     put_split_pair(s.QB.at(i, j), q_scores.x, q_scores.y);
     *reinterpret_cast<float2*>(&s.AB[i][j]) = a_scores;
   });
-  __syncthreads();  // scores are in shared memory; their operands have been read, and qd may overwrite them
+  __syncthreads();  // 6: scores are in shared memory; their operands have been read, and qd may overwrite them
 
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n)
@@ -287,7 +289,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     if (lane == 0) s.matrix_powers[kind] = power;
     put_transposed(transposed, x, 1.f / power);
   }
-  __syncthreads();  // N', L' and qd are in shared memory
+  __syncthreads();  // 7: N', L' and qd are in shared memory
 
   const float L_power = s.matrix_powers[0], N_power = s.matrix_powers[1];
   // sums: (Aqb' L')_ij and (Aqb' N')_ij, divided by L_power and N_power, and those of j + 1.
@@ -323,7 +325,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   });
   store_channels<BK>(to.Z[0], s.Z[0]);
   store_channels<BK>(to.Z[1], s.Z[1]);
-  __syncthreads();  // H and B are in shared memory
+  __syncthreads();  // 8: H and B are in shared memory
   Accumulators w = {};
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.H, s.E, 16 * m, channel);
