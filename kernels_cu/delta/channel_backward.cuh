@@ -206,6 +206,8 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kind_pair, int r
 // For the border after TOKENS = 16 tokens, or the two borders after TOKENS = 8 of 16: moves the terms of the rows after
 // it, or, OF_COLUMNS, of the columns before it, from their former border to this one, by a product with the decay
 // between both (table at add_pairs_of_blocks). Then adds the terms of the pairs over it. A warp has 16 channels.
+// For example OF_ROWS, over the border after 16 tokens: the terms of tokens 16 to 31, so far without the decay from the
+// chunk's start, are multiplied by the decay over blocks 0 and 1, and the pairs with columns 0 to 15 are added.
 // s.decayed has the rows and columns decayed from and to their border. "Own" kinds are those whose terms are computed,
 // "other" kinds those on the border's other side. A lane has of d[kind], a product [16 tokens, 16 channels]:
 // d[kind][across][2 down + p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.

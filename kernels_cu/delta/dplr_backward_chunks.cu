@@ -18,12 +18,18 @@
 // smem      Shared: the chunk's q, a, k, b and gates; 64 columns of S, dS, do, du, v and u at a time
 // barriers  two for every 64 columns of V: they have arrived | they have been read, and the tokens have arrived. Then:
 //           terms of S and dS, and pairs, are stored; add_pairs_of_blocks has four more
+// order     1 for every 64 columns of V: products with S and dS (multiply_states), products of pairs (multiply_values)
+//           2 both are stored, as s.terms and, scaled, as pairs
+//           3 add_pairs_of_blocks: pairs of two blocks. From here on a warp has a block of 8 tokens
+//           4 the block's own pairs: by rows, which completes dq and da; by columns, which completes dk and db
+//           5 add_terms_of_blocks completes dg
 // numerics  products with S and dS, and of values, are of T, summed in float32. Pairs within a block of 8 tokens are
 //           added up in float32. Pairs of two blocks are products of tensor cores; for 16-bit data their operands are
 //           sums of two bfloat16 numbers (channel_backward.cuh). A decay is a product of the decays of the tokens in
 //           between, so that any gate is exact
 // source    Peng et al., 2025 (2503.14456), eq. 17
 // limits    T of bfloat16, float16, single (float32: operands.cuh)
+// tests     test_delta_kernels; test_compile (no spills)
 #include "cards.cuh"
 #include "delta/channel_backward.cuh"
 
@@ -60,18 +66,19 @@ enum Value { DO, DU, V_, U };
 // for float32 data, else bf16, of which NUMBERS = 2 make a number.
 template <typename T, typename G> struct alignas(16) Shared : BlockSums<2, Operand<T, bf16>> {
   union {
-    T tokens[4][BT * TILE];  // q, a, k, b, here and below in tiles: place<TILE>(tile, i, c) is channel c of token i
-    // After add_pairs_of_blocks has begun, tokens decayed to a border between blocks. [0]: rows q after the border, and
+    // Until step 3, in tiles, here and below: place<TILE>(tile, i, c) is channel c of token i.
+    T tokens[4][BT * TILE];  // q, a, k, b
+    // From step 3 on: tokens decayed to a border between blocks. [0]: rows q after the border, and
     // columns k before it; [1]: rows a, and columns b. A number is the sum of NUMBERS numbers.
     Operand<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
   };
   G g[BT * TILE];
   union {
-    struct {
+    struct {                     // of step 1
       T states[2][TILE * TILE];  // S, dS
       T values[4][BT * TILE];
     };
-    // By Token, after the loop over V: summands of dq, da, dk and db that come from S or dS, then also those from other
+    // By Token, from step 2 on: summands of dq, da, dk and db that come from S or dS, then also those from other
     // blocks. term_place(i, c) is the index of token i, channels c and c + 1.
     float terms[4][BT * TILE];
   };

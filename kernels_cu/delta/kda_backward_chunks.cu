@@ -20,6 +20,11 @@
 // barriers  two for every 64 columns of V: they have arrived (the first time also: inverse lengths and beta are stored)
 //           | they have been read, and q, k and g have arrived. Then: terms of S and dS, and pairs, are stored;
 //           add_pairs_of_blocks has four more
+// order     1 for every 64 columns of V: products with S and dS (multiply_states), products of pairs (multiply_values)
+//           2 both are scaled and stored, as s.terms and as pairs
+//           3 add_pairs_of_blocks: pairs of two blocks. From here on a warp has a block of 8 tokens
+//           4 the block's own pairs: by rows, which completes dq; by columns, which completes dk
+//           5 add_terms_of_blocks completes dg
 // numerics  products with S and dS, and of values, are of T, summed in float32. For 16-bit data e is the sum of two T
 //           in its products with do and w; dS e takes e rounded to T. Pairs within a block of 8 tokens are added up in
 //           float32. Pairs of two blocks are products of tensor cores; for 16-bit data their operands are sums of two
@@ -27,6 +32,7 @@
 //           that any gate is exact
 // source    Kimi Team, 2025 (2510.26692), eq. 1
 // limits    T of bfloat16, float16, single (float32: operands.cuh)
+// tests     test_delta_kernels; test_compile (no spills but on sm_120)
 #include "cards.cuh"
 #include "delta/channel_backward.cuh"
 
@@ -74,18 +80,19 @@ enum Token { TOKEN_Q, TOKEN_K };  // arrays of tokens: in s.tokens, s.inverse_le
 // the type of decayed tokens: `single` for float32 data, else bf16, of which NUMBERS = 2 make a number.
 template <typename T, typename G> struct alignas(16) Shared : BlockSums<1, Operand<T, bf16>> {
   union {
-    T tokens[2][BT * TILE];  // q, k, here and below in tiles: place<TILE>(tile, i, c) is channel c of token i
-    // After add_pairs_of_blocks has begun, tokens decayed to a border between blocks. [0]: rows q after the border, and
+    // Until step 3, in tiles, here and below: place<TILE>(tile, i, c) is channel c of token i.
+    T tokens[2][BT * TILE];  // q, k
+    // From step 3 on: tokens decayed to a border between blocks. [0]: rows q after the border, and
     // columns k before it; [1]: rows k after the border. A number is the sum of NUMBERS numbers.
     Operand<T, bf16> decayed[2][Shared::NUMBERS][BT * TILE];
   };
   G g[BT * TILE];
   union {
-    struct {
+    struct {                     // of step 1
       T states[2][TILE * TILE];  // S, dS
       T values[E + Matrix<T>::NUMBERS][BT * TILE];
     };
-    // By Term, after the loop over V: summands of dq and dk that come from S or dS, then also those from other blocks.
+    // By Term, from step 2 on: summands of dq and dk that come from S or dS, then also those from other blocks.
     // term_place(i, c) is the index of token i, channels c and c + 1.
     float terms[3][BT * TILE];
   };
