@@ -12,8 +12,11 @@
 //           final state from zero and the logarithms of its decays, without q and o; scan_segments.cu joins segments
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      ValueShared: Shared of gated/forward_storage.cuh, and a chunk of the columns' gates
-// barriers  three a chunk: the chunk has been copied, and the decays of its spans of 4 tokens are stored | its operands
-//           are stored, and the columns' gates have been copied | its scores are stored (not for SegmentState)
+// order     of a chunk, with the block's three barriers: decays of spans of 4 tokens are stored, and the chunk has been
+//           copied | operands, the decayed q and k, are stored, and the columns' gates have been copied | scores are
+//           stored, while S is read for o and then replaced (SegmentState: no scores, no barrier); o is completed and
+//           stored over v. The next chunk is copied meanwhile
+// barriers  see order
 // numerics  Sums are float32. Scores as in gated/forward.cu: bfloat16 data in bfloat16, a score as the sum of two
 //           numbers; others in tf32. Columns: between two sub-chunks a value is decayed to a border between both
 //           tokens, and the output from it, so that both decays are at most 1. Within a sub-chunk both are decayed from
@@ -26,6 +29,8 @@
 //           token by token (by_token.cuh)
 // source    Yang et al., 2024, section 4.1
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
+// instances each schedule with T of bfloat16, float16, float32; gates of T or float32; PRODUCTS of 1, of float32 also 3
+// tests     test_value_gate; test_compile, whose SPILLED names the instances that spill: registers are all taken
 //
 // From the includes:
 //   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o in accumulators
