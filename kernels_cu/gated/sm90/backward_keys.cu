@@ -43,6 +43,7 @@
 //             s.dS and the product with v take dS before it is decayed     test_gradient_kernels, test_compile
 //             `down` takes back every `up`                                 test_gradient_kernels, test_large_values
 //             dk and dg are stored after the wait for `within`             test_gradient_kernels
+//             kept_ratio is 2^-7 before chunks with large growth           test_growth
 //           Any other order serves registers and latencies: test_compile fails where a kernel spills more
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
 //           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
