@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   // Whether the first segment's block takes all tokens of its sequence, as a joined state is not finite.
   const bool whole =
       !args.F && is_whole<FORWARDS>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
-  // n: the segment; tile: work.first_column.
+  // n: the segment; tile: work.first_column. Called twice, with the same result: see the end of the kernel.
   const auto part_of = [&](u32 n, u32 tile) {
     const u32 value_columns = u32(shape.V + BV - 1) / BV * BV;
     const auto segment =

@@ -293,6 +293,9 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
 
 // The two blocks of 8 queries that a warp has, one in each half of the chunk: blocks w and 7 - w for warp w. Block n
 // needs the scores of n + 1 blocks of 8 keys (BACKWARDS: 8 - n), so that each warp has 9.
+//   block of queries         0   1   2   3   4   5   6   7
+//   warp                     0   1   2   3   3   2   1   0
+//   blocks of keys, forward  1   2   3   4   5   6   7   8
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
 // Stores a warp's scores A_ij = scale D_ij q_i . k_j, from products d of queries and keys: a lane has query g of both
