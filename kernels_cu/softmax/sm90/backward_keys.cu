@@ -85,9 +85,9 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
   while (true) {
     Work work = take_prefetched_work(s.prefetched, next);
     const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.ds_head;
-    // So far ds_index + c is the entry of chunk c of `statistics`, within a head. From here on ds_index + t is the entry
-    // in all of args.ds of query tile t of the sequence, for the first head that shares the keys; the same tile of the
-    // next head is args.ds_entries further on (store_ds). Without args.ds nobody reads it.
+    // So far ds_index + c is the entry of chunk c of `statistics`, within a head. From here on ds_index + t is the
+    // entry in all of args.ds of query tile t of the sequence, for the first head that shares the keys; the same tile
+    // of the next head is args.ds_entries further on (store_ds). Without args.ds nobody reads it.
     work.ds_index += i32(first_head * args.ds_entries) + work.statistics_chunk;
     mbarrier_wait(s.empty[kv.stage], kv.parity ^ 1);
     fence_proxy_async();  // consumers' accesses to k and v, which `empty` waits for, precede the copies
