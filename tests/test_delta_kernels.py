@@ -387,12 +387,13 @@ def terms_of_later_tokens(arrays, do, dht, start, qk_l2norm, bounds=None, **opti
     [
         (GATED_DELTA_RULE, False, 128),
         (GATED_DELTA_RULE, True, 128),
+        (GATED_DELTA_RULE, True, 256),
         (KDA, True, 128),
         (KDA, True, 256),
         (RWKV7, False, 128),
         (RWKV7, False, 256),
     ],
-    ids=["", "normalized", "kda", "kda-wide", "rwkv7", "rwkv7-wide"],
+    ids=["", "normalized", "normalized-wide", "kda", "kda-wide", "rwkv7", "rwkv7-wide"],
 )
 @pytest.mark.parametrize("dtype", [BFLOAT16, HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("hard", HARD)

@@ -77,6 +77,7 @@ template <typename T, int BK> struct alignas(16) Shared {
       // After the loop over columns. [BT, BT], in 16 bits sums of two numbers: dq += dq_from_k k, dk += dk_from_k k +
       // dk_from_q q.
       Matrix<T> dq_from_k, dk_from_k, dk_from_q;
+      float pair_terms[WARPS][BT];  // the sums of dg over pairs of a warp's rows
     };
   };
   union {
@@ -90,9 +91,8 @@ template <typename T, int BK> struct alignas(16) Shared {
     float gate_terms[WARPS][2 * BT];  // over a warp's channels: of S with row i, at i; of dS with key j, at BT + j
     float dots[WARPS][2 * BT];        // over a warp's channels: k . dk, then q . dq
   };
-  float pair_terms[WARPS][BT];  // the sums of dg over pairs of a warp's rows
-  float state_dots[2];          // <S, dS>, of the first and of the second half of every 64 columns
-  float parallel[2 * BT];       // k . dk / |k|^2, then q . dq / |q|^2
+  float state_dots[2];     // <S, dS>, of the first and of the second half of every 64 columns
+  float parallel[2 * BT];  // k . dk / |k|^2, then q . dq / |q|^2
 };
 
 // Starts loading into L2 the 64 columns from `column` on that fetch_columns will copy. A thread loads 64 numbers of S
