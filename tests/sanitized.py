@@ -299,8 +299,9 @@ def delta_rules(rng, run, as_older, as_filled):
         yield run(backward, kda, *arrays)
     for op, function in ((GATED_DELTA_RULE, gated_delta_rule), (DELTA_RULES[-1], rwkv7)):
         arrays, _ = drawn(op, rng, (1, 2, 37, 130, 64), SINGLE)
-        yield run(function, *arrays)
-        yield as_filled(run, backward, function, *arrays)
+        for mode in ("chunk", "recurrent"):
+            yield run(function, *arrays, mode=mode)
+            yield as_filled(run, backward, function, *arrays, mode=mode)
     for op, declared, (K, V), dtype in zip(
         RULES, DELTA_RULES, cycle(((64, 40), (130, 64))), DELTA_DTYPES, strict=False
     ):
