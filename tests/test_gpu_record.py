@@ -5,7 +5,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import catalog
 import conftest
@@ -27,8 +26,12 @@ TREE = {
     "README.md": "neither",
 }
 WATCHED = {"calls": 4, "kernel_files": 2, "errors": 0, "seconds": 1.5}
-CLEAN = {"version": "1.0", "tools": dict.fromkeys(gpu_record.SANITIZERS, WATCHED)}
 PASSED = {"passed": 3, "failed": 0, "skipped": 1, "seconds": 0.5, "failures": []}
+
+
+def clean(tools=gpu_record.SANITIZERS):
+    """A sanitizer's entry in a record when these tools found nothing."""
+    return {"version": "1.0", "tools": dict.fromkeys(tools, WATCHED)}
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def path(root):
         "card": "card",
         "date": "day",
         "backends": {"cupy": PASSED, "numba": PASSED},
-        "sanitizer": CLEAN,
+        "sanitizer": clean(),
         "sources": gpu_record.hashes(root),
     }
     (root / "record.json").write_text(json.dumps(record))
@@ -280,28 +283,26 @@ def test_a_run_without_a_report_has_failed(tmp_path):
 
 
 @pytest.fixture
-def card(monkeypatch):
-    """Stands in for a card, where all passes."""
+def card_where_all_passes(monkeypatch):
+    """Stands in for a card, its tests and its sanitizer. Under the name `card` it would run on cards alone."""
     monkeypatch.setattr(gpu_record, "machine", lambda: {"card": "card", "driver": "1"})
-    monkeypatch.setattr(gpu_record, "run_tests", lambda root, backend, workers, more, cases=(): PASSED)
-    monkeypatch.setattr(gpu_record.shutil, "which", lambda program: program)
     monkeypatch.setattr(gpu_record, "card_count", lambda: 1)
-    monkeypatch.setattr(gpu_record.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="Version 1.0"))
-    monkeypatch.setattr(gpu_record, "run_sanitizer", lambda root, sanitizer, tool: WATCHED)
+    monkeypatch.setattr(gpu_record, "run_tests", lambda root, backend, workers, more, cases=(): PASSED)
+    monkeypatch.setattr(gpu_record, "sanitize", lambda root, sanitizer, tools: clean(tools) if tools else None)
     monkeypatch.setattr(gpu_record, "commit", lambda root: "commit")
 
 
-def test_write_stores_what_ran(root, card):
+def test_write_stores_what_ran(root, card_where_all_passes):
     path, legs = root / "new" / "record.json", (*gpu_record.BACKENDS, *gpu_record.SANITIZERS)
     assert gpu_record.write(root, path, legs, 1, "compute-sanitizer", []) == 0
     record = json.loads(path.read_text())
-    assert record["backends"] == dict.fromkeys(gpu_record.BACKENDS, PASSED) and record["sanitizer"] == CLEAN
+    assert record["backends"] == dict.fromkeys(gpu_record.BACKENDS, PASSED) and record["sanitizer"] == clean()
     assert record["sources"] == gpu_record.hashes(root)
     assert {"card", "driver", "date", "commit", "versions"} <= set(record) and "numpy" in record["versions"]
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_legs_of_one_state_of_the_sources_make_one_record(root, card):
+def test_legs_of_one_state_of_the_sources_make_one_record(root, card_where_all_passes):
     path, statuses = root / "record.json", []
     for legs in (["cupy"], ["numba", "racecheck", "synccheck"], ["memcheck", "initcheck"]):
         statuses.append(gpu_record.write(root, path, legs, 1, "compute-sanitizer", []))
