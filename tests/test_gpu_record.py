@@ -247,7 +247,10 @@ def test_a_run_without_names_of_failures_is_repeated(tmp_path):
 
 
 def write_suite(folder, text):
+    """A repository with one file of tests. Its own pytest.ini makes names of cases start at `folder`: without one, a
+    pyproject.toml in a parent folder, such as /tmp, decides where they start."""
     (folder / "tests").mkdir()
+    (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "tests" / "conftest.py").write_text(
         "def pytest_addoption(parser):\n"
         "    parser.addoption('--backends')\n"
