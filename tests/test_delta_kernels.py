@@ -95,6 +95,10 @@ CASES = {
         options={"cu_seqlens": [0, 0, 33, 34, 70], "qk_l2norm": True, "reverse": True},
     ),
     "gated-256-channels": Case(groups=2, H=1, T=70, K=193, V=130, dtype=BFLOAT16, options={"qk_l2norm": True}),
+    # Of a state's four tiles of 64 channels the walks write three.
+    "gated-three-tiles": Case(H=1, T=70, K=192, V=66, dtype=HALF, gate_dtype=SINGLE),
+    "gated-three-tiles-float32": Case(groups=2, H=1, K=130),
+    "delta_rule-three-tiles": Case(DELTA_RULE, H=1, K=150, dtype=BFLOAT16, options={"qk_l2norm": True}),
     "kda-256-channels": Case(KDA, groups=2, H=1, T=70, K=193, V=130, dtype=BFLOAT16, options={"qk_l2norm": True}),
     "kda-256-packed": Case(KDA, K=256, V=20, H=1, T=36, dtype=HALF, gate="some-inf", gate_dtype=SINGLE, options=PACKED),
     "kda-256-float32": Case(KDA, groups=2, H=1, T=70, K=193, V=66, gate="by_channel"),

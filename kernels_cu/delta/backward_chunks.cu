@@ -111,14 +111,15 @@ __device__ __forceinline__ void prefetch_columns(const Args<T, G>& args, i64 b, 
 #pragma unroll
     for (int n = 0; n < TILE; n += 128 / sizeof(T)) prefetch_line(numbers + n);
   };
-  prefetch(states + state + i64(column + threadIdx.x % TILE) * TILE);
+  if (tile % TILES * TILE < args.shape.K) prefetch(states + state + i64(column + threadIdx.x % TILE) * TILE);
   if (kind < 4 && (sizeof(T) == 2 || kind != 2) && token < span.stop) {
     const StridedRows<const T>& rows = kind == 0 ? args.do_ : kind == 3 ? args.w : args.e;
     prefetch(rows.row(b, h, token) + column + (kind == 2 ? padded(args.shape.V) : 0));
   }
 }
 
-// Starts copying 64 columns from `column` on of S, dS, do, e and w.
+// Starts copying 64 columns from `column` on of S, dS, do, e and w. Tiles of S and dS whose channels are all past the
+// end become 0: backward_states.cu has not written them.
 template <int BK, typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int column) {
@@ -131,7 +132,7 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
       const T* from = (backwards ? args.state_gradients : args.chunk_states) +
                       state_index(args.shape, b, h, chunk, tile * TILE) + i64(column) * TILE;
       for (int i = threadIdx.x * PIECE; i < COLUMNS * TILE; i += THREADS * PIECE)
-        cp_async<16>(s.states[backwards] + tile * COLUMNS * TILE + i, from + i);
+        cp_async<16>(s.states[backwards] + tile * COLUMNS * TILE + i, from + i, tile * TILE < args.shape.K);
     }
   copy_chunk<COLUMNS, THREADS>(s.do_, args.do_.row(b, h, span.start) + column, args.do_.token_stride, rows,
                                int(args.shape.V) - column, int(args.bytes));

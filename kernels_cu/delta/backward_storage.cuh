@@ -2,8 +2,8 @@
 //           *backward_chunks.cu read: of every chunk of 32 tokens the state before it, and the gradient of the state
 //           after it.
 // shapes    [B, H, NC, K / 64, V / 8, K / 8 of 64, 8, 8]: matrices of 8 columns of V (rows) by 8 channels of K, as
-//           ldmatrix loads them. H: heads of values; NC: chunks of a row of the batch. V is padded with zeros to a
-//           multiple of 64, K to 64, 128 or 256
+//           ldmatrix loads them. H: heads of values; NC: chunks of a row of the batch. V and K are padded with
+//           zeros to a multiple of 64. Of 129 to 192 channels there is room for 256, but the last 64 are not written
 #include "delta/operands.cuh"
 #include "tensor.cuh"
 
