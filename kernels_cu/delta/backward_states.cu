@@ -1,18 +1,28 @@
 // what      The delta rules' walks over prepared chunks of 32 tokens, for gradients. Forwards: the state S [K, V]
-//           before every chunk, and the residual of every token: its value minus what its key reads from the state
-//           (RWKV-7: what its vector a reads). Backwards: the gradient dS of the state after every chunk, the gradients
-//           of the residuals, and dv. Without OUTPUTS, what a segment of a sequence does to a state, from S to F S + G,
-//           and to a state's gradient, from dS to F^T dS + G'. A launch computes both directions (BOTH), or one: the
-//           call itself ONLY_FORWARDS, which also writes o, and its pullback ONLY_BACKWARDS
-// math      Of a chunk: D is the decay of each channel; E, W, Z and Zb have a row [K] for each token, B, H, R and L are
-//           matrices [32, 32] of pairs of tokens. The kernels *prepare.cu make them; prepared.cuh says what they are.
+//           before every chunk, and the residual of every token: its value minus what its key reads from the state;
+//           RWKV-7: what its vector a reads. Backwards: the gradient dS of the state after every chunk, dv, and
+//           dresidual, the gradient of beta times the residual (RWKV-7: of the residual). Without OUTPUTS, what a
+//           segment of a sequence does to a state, from S to F S + G, and to a state's gradient, from dS to
+//           F^T dS + G'. A launch computes both directions (BOTH), or one: the call itself ONLY_FORWARDS, which also
+//           writes o, and its pullback ONLY_BACKWARDS
+// math      The kernels *prepare.cu make of every chunk a PreparedForGradients (prepared.cuh). E, W, Z and Zb have a
+//           row [K] for each token, B, H, R and L are [32, 32] and 0 above the diagonal. Zb, H and L: TWO_WRITES only.
+//             D   decay  of each channel over the chunk
+//             E   E      reads S for residuals: keys times -1 (RWKV-7: vectors a), decayed from the chunk's start
+//             W   W      reads S for o, times scale: queries, decayed likewise, with what the chunk's writes take of S
+//             Z   Z[0]   beta X (TWO_WRITES: v) is written to S along its rows, decayed to the chunk's end
+//             Zb  Z[1]   likewise Y
+//             B   B[0]   what o gets of beta v (TWO_WRITES: of v), without scale
+//             H   B[1]   what o gets of Y, without scale; in W
+//             R   residual_matrix[0]   makes residuals of X (TWO_WRITES: of Y)
+//             L   residual_matrix[1]   makes residuals of v
 //           Forwards: Y = E S;  X = v + Y;  residual = R X;  S <- D S + Z^T beta X
-//           TWO_WRITES (RWKV-7): residual = R Y + L v;  S <- D S + Zb^T Y + Z^T v
-//           ONLY_FORWARDS: o = W S + scale B beta v, TWO_WRITES: o = W S + scale B v; W has the scale
+//           TWO_WRITES: residual = R Y + L v;  S <- D S + Zb^T Y + Z^T v
+//           ONLY_FORWARDS: o = W S + scale B beta v, TWO_WRITES: o = W S + scale B v
 //           Backwards: P = Z dS;  dresidual = P + scale B^T do;  dv = beta dresidual;
-//           dS <- D dS + scale W^T do + E^T beta P
+//           dS <- D dS + W^T do + E^T beta P
 //           TWO_WRITES: P = Zb dS;  dresidual = P + scale H^T do;  dv = Z dS + scale B^T do;
-//           dS <- D dS + scale W^T do + E^T P
+//           dS <- D dS + W^T do + E^T P
 // shapes    v o do dv [B, HV, T, V]; initial final dht dh0 [N, HV, K, V] float32; prepared [B, HV, NC]; dresidual
 //           [B, HV, T, V padded with zeros to a multiple of 64]; residual: with TWO_WRITES as dresidual; otherwise a
 //           row has V numbers and zeros to a multiple of 64, and, for 16-bit data, as many rounding errors after them;
@@ -38,6 +48,7 @@
 //   shape.H: heads of values; shape.NC: chunks of a batch row; shape.count: sequences, or segments, of a batch row
 //   BT = 32 tokens, TILE = 64
 //   single: float32 data as a struct of its own, which chooses functions by its type (operands.cuh)
+//   Matrix<T>: [32, 32] numbers, each the sum of NUMBERS numbers of T: 2 of 16 bits, or 1 `single`
 //   State<BK>: a warp's 16 columns of a state
 //   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
 //     sums y; add_packed: y += x; multiply_packed: sums += M x
@@ -142,7 +153,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
   const auto each = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const int moved = column + 16 * i - int(threadIdx.x) / 32 * 16;  // beyond the warp's columns if it had 16
+      // each_number takes the warp's number times 16 for its first column: `moved` is from there to column + 16 i.
+      const int moved = column + 16 * i - int(threadIdx.x) / 32 * 16;
       each_number<BK>(S[i], 0, width, first_column + moved, channels, columns - moved, f);
     }
   };
@@ -199,7 +211,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
       for (int i = 0; i < N; ++i)
         if (!computes_F) load_packed<BV>(packed_values[i], values_tile, column + 16 * i);
     };
-    if constexpr (OUTPUTS) load_values();  // else they take registers later
+    if constexpr (OUTPUTS) load_values();  // else after the first product, which then has their registers
     // The betas of tokens first + 2t and the next.
     const auto betas = [&](int first) { return *reinterpret_cast<const float2*>(prepared.beta + first + 2 * t); };
     // For store_tokens: a pair of columns of a token, from operands [columns, tokens]. transpose_pairs exchanges

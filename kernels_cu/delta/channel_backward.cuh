@@ -7,8 +7,8 @@
 //           RWKV-7: k and b). A *kind* is one of these arrays in one role: KDA has q, k | k, RWKV-7 q, a | k, b.
 //           A token's decay is e^g of its log gates g [K]. D_ij [K] is the decay by the gates after column j up to row
 //           i: through gate i; of RWKV-7's a, which reads before its own gate, through gate i - 1. pair_ij is the
-//           gradient of the score row_i . D_ij column_j, a number for each row i and column j <= i. *Terms* are the
-//           summands of a kind's gradient:
+//           gradient of the score row_i . D_ij column_j, a number for each row i and column j <= i (j < i of KDA's row
+//           k and of RWKV-7's a). *Terms* are the summands of a kind's gradient:
 //             row i:     sum_j pair_ij D_ij column_j, and (decay from the chunk's start to i) S (the gradient of what
 //                        row i reads)
 //             column j:  sum_i pair_ij D_ij row_i, and (decay from j to the chunk's end) dS (the value that column j
@@ -21,14 +21,16 @@
 //             sum_{i >= t} row_i (row i's term of S) + sum_{j < t} column_j (column j's term of dS)
 //             + sum_{j < t <= i} row_i pair_ij D_ij column_j + (the chunk's decay) (the sum over V of S dS)
 //           (RWKV-7's a: i > t). All gates of a block get the same sum from another block: from a later one its
-//           row_sums, from an earlier one its column_sums. A pair of two blocks also spans the blocks between: block 2
-//           is between block 3's rows and earlier columns, block 1 between block 0's columns and later rows. There
-//           end_sums, which include these pairs, take the place of row_sums or column_sums (add_terms_of_blocks).
+//           row_sums, from an earlier one its column_sums. A pair of two blocks also counts for the blocks between. By
+//           the blocks of row and column these are (3, 0) and (3, 1) for block 2, (3, 0) and (2, 0) for block 1. So
+//           block 2 gets end_sums[0], which is row_sums of block 3 with its pairs, and block 1 gets end_sums[1],
+//           column_sums of block 0 with its pairs (add_terms_of_blocks).
 // barriers  of the caller: for every 64 columns of V two, states and values have arrived | they have been read. Before
 //           add_pairs_of_blocks, which has four, one: terms of S and dS, pairs, block_decays and state_product are
 //           stored, and all threads have read their tokens
 // tests     test_delta_kernels; test_compile (no spills)
-// smem      The caller's struct, S in the code of this file, is derived from BlockSums and has besides:
+// smem      The caller's struct is derived from BlockSums. In comments S is the state; in the code it is the type of
+//           this struct, `s`, which has besides:
 //             tokens, g             the chunk's rows and columns, and its log gates, in tiles: place<TILE>(tile, i, c)
 //             states[2]             64 columns of S and of dS
 //             values[kind]          for a kind of rows the gradients of what the rows read, which S is multiplied with;
@@ -409,8 +411,8 @@ __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, 
 //   row_sums of each later block          rows times their terms of S
 //   column_sums of each earlier block     columns times their terms of dS
 //   column_terms[n] of own tokens n < t   column n times its terms of dS and of pairs with later blocks
-// Pairs of two other blocks count if this block is between them: for block 2 these are pairs of block 3's rows, for
-// block 1 pairs of block 0's columns. There end_sums, which include them, take the place of row_sums or column_sums.
+// Pairs of two other blocks count if this block is between them: so end_sums, which include them, take the place of
+// block 3's row_sums for block 2, and of block 0's column_sums for block 1.
 template <class S>
 __device__ __forceinline__ void add_terms_of_blocks(float2 (&dg)[BLOCK], const float2 (&column_terms)[BLOCK], S& s,
                                                     int block, int c) {

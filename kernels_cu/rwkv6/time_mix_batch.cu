@@ -2,22 +2,25 @@
 //           once, and its first part is loaded before the previous kernel has ended.
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
 //           y = GroupNorm_H(o) silu(gate)
-// shapes    k v r gate [B, H, N], each the sum of P parts, 4 B H N numbers apart: all four arrays are; low [P, B, W],
-//           y [TERMS, B, H, N], up [W, H, N], decay u (the bonus) weight bias [H, N], state [pool, H, N, N], slots [B]
-//           (a sequence's state in the pool) or null: state b; N = 64
+// shapes    k v r gate [B, H, N], each the sum of P parts. The parts of one array are 4 B H N numbers apart: a part has
+//           all four arrays. low [P, B, W], of rank W, is such a sum, too; y [TERMS, B, H, N], up [W, H, N], decay u
+//           (the bonus) weight bias [H, N], state [pool, H, N, N], slots [B] (a sequence's state in the pool) or null:
+//           state b; N = 64
 // grid      a block for every (head, SEQUENCES), heads slowest; a warp a sequence: a lane has four columns of the
 //           state and every second channel
 // smem      Shared, then tanh(low) of each warp, then `up` of a head
 // barriers  one: `up` is in shared memory
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
-// limits    N = 64, W even; P = 1, or up to 2 if SEQUENCES is less than 8. States are read before the previous kernel
-//           has ended. So between this launch and the one that last wrote them there must be another launch that waits
-//           for its predecessor (wait_for_previous) before it calls launch_next
+// limits    N = 64; SEQUENCES of 2, 4, 8 and W even, so that `up` starts on 16 bytes in shared memory; P = 1, or up to
+//           2 if SEQUENCES is less than 8. States are read before the previous kernel has ended. So between this launch
+//           and the one that last wrote them there must be another launch that waits for its predecessor
+//           (wait_for_previous) before it calls launch_next
 #include "rwkv6/time_mix_heads.cuh"
 #include "cards.cuh"
 
 // From the includes:
+//   TimeMixArgs<the type of `up`, of y, of states>: the arrays of `shapes`, and eps
 //   QUADS = 16 lanes share a channel, GROUPS = 2 channels at once, ROWS = 32 rows of a lane
 //   step_channel: a channel's new state, and its terms of o
 //   decays_of_channels: of two channels, from tanh(low) and `up`; gated: with weight, bias and silu(gate)
@@ -46,7 +49,8 @@ template <bool TWO_PARTS> __device__ __forceinline__ float4 load4_parts(const fl
 template <typename T, typename S, int TERMS, int SEQUENCES>
 __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES : 2)
     rwkv6_time_mix_batch(const Args<T, S> args) {
-  constexpr bool HAS_REGISTERS = SEQUENCES < 8, TWO_PARTS = HAS_REGISTERS;  // registers for all rows, and for two parts
+  // Whether there are registers for all rows, and for two parts: 8 warps share a multiprocessor's, or 16 warps.
+  constexpr bool HAS_REGISTERS = SEQUENCES < 8, TWO_PARTS = HAS_REGISTERS;
   constexpr int THREADS = 32 * SEQUENCES,
                 HELD = HAS_REGISTERS ? ROWS : ROWS / 2;  // rows of the state whose loads are under way
   auto& s = *reinterpret_cast<Shared<SEQUENCES>*>(dynamic_smem());
@@ -91,7 +95,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
     float4 v;
   };
   const auto load_inputs = [&]() -> Inputs {
-    if (!TWO_PARTS)
+    if (!TWO_PARTS)  // as below, without an addition of 0
       return {load2(args.k + offset + own_channel), load2(args.r + offset + own_channel),
               load4(args.v + offset + column)};
     const i64 apart = 4 * B * D;
@@ -114,7 +118,8 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   s.channels[warp][own_channel + 1] = {k.y, r.y, decay.y, k.y * u.y};
   __syncwarp();  // s.channels of the warp's sequence is in shared memory
 
-  constexpr int AT_ONCE = BEFORE_SM90 || SINCE_SM100 ? 8 : 4;  // rows whose channels are loaded at a time
+  // Rows whose channels are loaded at a time; with 4 the assemblers for other cards spilled registers.
+  constexpr int AT_ONCE = BEFORE_SM90 || SINCE_SM100 ? 8 : 4;
   float4 o = {};
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {

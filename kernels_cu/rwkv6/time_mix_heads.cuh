@@ -1,12 +1,14 @@
 // what      Shared by the time mixes of heads of 64 channels: a warp has a sequence's state of one head, a lane four
 //           columns of it and every second channel.
-// math      w = exp(-exp(decay + tanh(low) up));  y = GroupNorm_H(o) silu(gate)
+// math      w = exp(-exp(decay + tanh(low) up));  y = GroupNorm_H(o) silu(gate).  low [W] is of a sequence, W the rank
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
 #include "lanes.cuh"
 #include "rwkv6/time_mix_arguments.cuh"
 
 // From the includes:
-//   TimeMixArgs: what every time mix of one token takes
+//   load2: two neighbouring floats; decay_of(x) = e^x; inverse_root(x) = 1 / sqrt(x); sigmoid
+//   warp_sum: the sum over the warp, in every lane
+//   TimeMixArgs, for the kernels that include this file: what every time mix of one token takes
 
 constexpr int N = 64;
 constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once

@@ -82,7 +82,7 @@ def read(data, path) -> dict[str, np.ndarray]:
     for name, tensor in tensors.items():
         array = stored(data, start, name, tensor)
         if (claimed := claimed + array.nbytes) > len(data):
-            refuse(f"has tensors of {claimed} bytes up to {shown(name)}", f"the {len(data)} of the file, each once")
+            refuse(f"has tensors of {claimed} bytes up to {shown(name)}", f"at most the {len(data)} of the file")
         array = array if tensor.type in FLOATS else dequantised(array, tensor.type, name)
         try:
             parts = official(architecture, name, array, numbers)
@@ -111,7 +111,7 @@ def number(fields, name, default, least) -> int:
 # -- the file ---------------------------------------------------------------------------------------------------------
 class Tensor(NamedTuple):
     """A tensor of the header: the number of its type in the file, its shape in NumPy's order, and its first byte,
-    counted from the end of the header."""
+    counted from where the tensors begin: the header's end, rounded up to the alignment."""
 
     type: int
     shape: tuple[int, ...]
@@ -127,7 +127,7 @@ class Header:
 
     def read(self) -> tuple[dict, dict[str, Tensor], int]:
         """(single values by name, tensors by name, the byte at which their numbers begin)."""
-        self.skip(len(MAGIC))
+        self.skip(len(MAGIC))  # which the caller of `read` has seen
         if (version := self.number("I")) not in VERSIONS:
             refuse(f"is a GGUF file of version {version}", f"{' or '.join(map(str, VERSIONS))}, little-endian")
         tensors, fields = self.number("Q"), self.number("Q")
@@ -239,7 +239,7 @@ def official(architecture, name, array, numbers) -> dict[str, np.ndarray]:
     block = f"blocks.{i}"
     if part in NORMS:
         return {f"{block}.{NORMS[part]}.{ending}": array.reshape(-1)}
-    module, _, leaf = part.removeprefix("channel_").removeprefix("time_").partition("_")
+    _, _, leaf = part.removeprefix("channel_").removeprefix("time_").partition("_")
     prefix = f"{block}.{'ffn' if part.startswith('channel_') else 'att'}"
     if leaf in LINEAR:
         return {f"{prefix}.{leaf}.weight": rescaled(array, prefix, leaf, i, numbers)}
@@ -249,7 +249,7 @@ def official(architecture, name, array, numbers) -> dict[str, np.ndarray]:
         return {f"{prefix}.{mixes.format(mix)}": weight for mix, weight in zip(order, weights)}
     if leaf.startswith("lerp_"):
         return {f"{prefix}.{MIXES[architecture].format(leaf[-1])}": array.reshape(1, 1, -1)}
-    if leaf in LOW_RANK:
+    if leaf in LOW_RANK:  # the converter has transposed them
         array = array.swapaxes(-1, -2)
     if architecture == "rwkv7":
         shape = array.shape if leaf in LOW_RANK else (-1, numbers.head_size) if leaf == "r_k" else (1, 1, -1)

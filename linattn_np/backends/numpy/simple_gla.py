@@ -2,8 +2,8 @@
 
 The arrays of a token are q, k [N, H, K], v [N, H, V] and g [N, H]; `state` is a tuple of one S [N, H, K, V]; dstate and
 do are gradients. From `recurrent`: outer(k, v) = k v^T; read(q, S) = S^T q; write(problem, S, g, k, v) = exp(g) S + k
-v^T, in the memory of S unless a gradient needs S; `read_vjp` is the pullback of `read` to q, `write_vjp` that of a sum
-with k v^T.
+v^T, where exp(g) gets the axes that g lacks, in the memory of S unless a gradient needs S; `read_vjp` is the pullback
+of `read` to q, `write_vjp` that of a sum with k v^T.
 """
 
 import numpy as np
@@ -37,6 +37,7 @@ class SimpleGLA(Member):
         super().__init__(problem, problem["q"], problem["k"], problem["v"], problem["g"][..., None])
 
     def gradients(self, dq, dk, dv, dg, du):
+        """dg is one channel wide, as the gate; du is None, since there is no u."""
         return [dq, dk, dv, dg[..., 0]]
 
 
