@@ -24,6 +24,9 @@
 // numerics  Operands at borders are float16, or T if K_RANKS is 2. float16 has more precision than bfloat16, but a
 //           bfloat16 row that exceeds its range is scaled (forward_scales.cuh). Decays within a sub-chunk: see below
 // limits    sm_90a; T of float16, bfloat16; BK of 64, 128; K and V multiples of 8; rows start on 16 bytes
+// tests     test_growth_on_hopper: GROWS in test_few_tokens, OUT_OF_FLOAT16 in test_rows_of_any_size
+// parts     put_keys and put_queries make rows of operands; from ChunkJob on, make_chunk makes a chunk, and `produce`
+//           all chunks of a group. Names that only the second part uses are listed there
 //
 // A producer warp has a sub-chunk (BK = 64: two), a lane 4 channels of it: so decays need no shuffles. All warps run
 // one program: a program for each sub-chunk took a third fewer instructions, but all of them exceeded the instruction
@@ -48,38 +51,15 @@
 //                  of its 4 channels. LANES: lanes of a sub-chunk; THREADS: threads of the group
 //   PRODUCER_GROUPS  how many producer groups of the cluster take chunks in turn
 //   s.u            RWKV-6's bonus u of each channel
-// From forward_storage.cuh and forward_rows.cuh
-//   WHOLE_CHUNK    the header's row[0] where the stage has a whole chunk. make_tokens, which fills a stage with one
-//                  token at a time, stores the token's row there
+// From the includes, for rows
 //   unpack(x, y)   sets x to 4 numbers y as floats. times(y, x, f): y = x f, channel by channel. put_four stores 4
-//                  numbers, put_decays 4 decays in the consumers' order. load_gates: a token's log gates
+//                  numbers; store_if(x, ..): stores if x, without a branch
 //   in_tile        the address of a sub-chunk's row 0 in a tile of operands, at which put_key and put_state_query store
-//                  row i
-//   fetch_gates    and fetch_qk start copies of a chunk's inputs; send_operands and send_scores start copies to the
-//                  cluster's other block; clear_gates and clear_keys set to 0 what is after the sequence's end
-//   load_scalar_gate  if G is ScalarDecay, a lane's log gate of a chunk, of token lane % 8 of its sub-chunk
-// From ptx.cuh
-//   named_barrier_any  a barrier of a group that returns whether any of its threads votes yes. store_if(x, ..): stores
-//                  if x, without a branch
-// From forward_growth.cuh
-//   EIGHTH         1/8 in a gate's type, as bits. update_largest_gate(x, ..): x becomes the largest of itself and a
-//                  token's gates
-//   send_vote      and wait_for_votes: votes of the cluster's two blocks. make_tokens: makes a chunk token by token
-// From forward_scales.cuh
-//   scales_of      <SCALE>(rows, coord, above_limit): NoScales, or if SCALE the RowScales of `rows`. scale_of(i): the
-//                  scale of row i, which is 1 if float16 holds the row and the chunk has no gate above LIMIT.
+//                  row i. put_state_query stores T, or tf32 if T is float16
+//   RowScales      the scales of rows, powers of 2 (forward_scales.cuh): scale_of(i), of row i. NoScales: without.
 //                  SCALED<Scales>: whether Scales are RowScales
-//   put_undo       stores the inverses of the scales for make_scores
-//   fetch_again    waits for the copies of the next chunk's inputs, then copies this chunk's once more and waits for
-//                  them
-// From forward_scores.cuh
 //   direct         DirectProducts, the products of undecayed rows, in 8 steps: load(step) reads rows, then
-//                  multiply_step(step) multiplies them; scores: the sums; out_of_range(lane): whether the lane has a
-//                  row that float16 may not hold
-//   make_scores    stores a warp's share of the scores. A query with its own key: from `direct`. RWKV-6: a query with
-//                  its own key from self_scores, with the key before it from `direct`. All others: products of
-//                  score_operands
-//   ScoreShare::N  the sub-chunks whose scores a warp computes, 4 / warps of the group
+//                  multiply_step(step) multiplies them
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"
 #include "gated/sm90/forward_rows.cuh"
@@ -246,9 +226,10 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
 // decayed from the start of the sub-chunk, and from the start of the half by `neighbour`; queries decayed from the
 // sub-chunk's middle, by inverse decays if they are before it, and keys after the middle decayed to it by inverse
 // decays; in q_tile, queries decayed from the start of the chunk, by earlier_decay, the decay over all earlier
-// sub-chunks times `scale` (float16: and TF32_CORRECTION_OF_BOTH, as the operand and the state are tf32). RWKV-6:
-// self_scores[i] becomes this lane's part of q_i . u k_i. Between rows it takes the 8 steps of `direct`, the products
-// of undecayed rows (DirectProducts), so that their latency is hidden. Other arguments as in put_keys.
+// sub-chunks times `scale`. If T is float16, consumers multiply these queries and the state in tf32, whose range is
+// float32's: then earlier_decay includes TF32_CORRECTION_OF_BOTH (forward_scores.cuh), too. RWKV-6: self_scores[i]
+// becomes this lane's part of q_i . u k_i. Between rows it takes the 8 steps of `direct`, so that their latency is
+// hidden. Other arguments as in put_keys.
 template <class Order, typename T, int GATES, int BK, class Tile, class Scores, class Neighbour, class Scales,
           class Direct>
 __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands, const T (&q_rows)[CHUNK][BK],
@@ -325,12 +306,46 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
   }
 }
 
+// ---- chunks ---------------------------------------------------------------------------------------------------------
+//
+// From forward_storage.cuh and forward_rows.cuh
+//   WHOLE_CHUNK    the header's row[0] where the stage has a whole chunk. make_tokens, which fills a stage with one
+//                  token at a time, stores the token's row there
+//   fetch_gates    and fetch_qk start copying a chunk's inputs, if there is such a chunk; send_operands and send_scores
+//                  start copies to the cluster's other block
+//   clear_gates    and clear_keys set to 0 what is after the sequence's end. put_decays stores decays in the consumers'
+//                  order
+//   load_gates     a token's log gates; load_scalar_gate: if G is ScalarDecay, a lane's log gate of a chunk, of token
+//                  lane % 8 of its sub-chunk
+//   scores(stage)  the stage's tile of scores; scores_offset(stage): where two stages share a tile, the bytes to the
+//                  stage's half of it, else 0
+//   PRODUCER_BARRIER + group  the group's named barrier, which only its threads use
+// From ptx.cuh
+//   named_barrier_any  a barrier of a group that returns whether any of its threads votes yes
+// From forward_growth.cuh
+//   EIGHTH         1/8 in a gate's type, as bits. update_largest_gate(x, ..): x becomes the largest of itself and a
+//                  token's gates. exceeds, exceeds_growth: see store_decays_and_vote
+//   send_vote      and wait_for_votes: votes of the cluster's two blocks. make_tokens: makes a chunk token by token,
+//                  and starts copying the next chunk's inputs
+// From forward_scales.cuh
+//   scales_of      <SCALE>(rows, coord, above_limit): NoScales, or if SCALE the RowScales of `rows`: 1 for a row that
+//                  float16 holds, if no gate is above LIMIT
+//   put_undo       stores the inverses of the scales for make_scores
+//   fetch_again    waits for the copies of the next chunk's inputs, then copies this chunk's once more and waits for
+//                  them
+// From forward_scores.cuh
+//   direct         also scores: the sums; out_of_range(lane): whether the lane has a row that float16 may not hold
+//   make_scores    stores a warp's share of the scores. A query with its own key: from `direct`. RWKV-6: a query with
+//                  its own key from self_scores, with the key before it from `direct`. All others: products of
+//                  score_operands
+//   ScoreShare::N  the sub-chunks whose scores a warp computes, 4 / warps of the group
+
 // One chunk whose operands a producer group makes.
 struct ChunkJob {
   int group;         // the producer group in its block
   int rank;          // the block in its cluster if K_RANKS > 1, which selects its channels; else 0
   int chunk, next;   // this chunk's number, and that of the group's next chunk
-  int tokens;        // of the block's sequence or segment
+  int tokens;        // s.work.tokens, of what the block computes: a sequence, a segment or a part of one
   u32 stage, fills;  // the stage for the operands, and how often it was filled before
   u32 parity;        // of the phases of gates_copied[group] and qk_copied[group] that this chunk's copies complete
 
@@ -338,10 +353,26 @@ struct ChunkJob {
   __device__ __forceinline__ int partial() const { return chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0; }
 };
 
-// The result of make_chunk. MADE: the operands are complete. GROWS: no operand was made, and the next chunk's inputs
-// are not being copied yet, because log gates exceed the limits, or because an earlier chunk was OUT_OF_FLOAT16.
-// OUT_OF_FLOAT16: a row of q or k exceeds float16's range, so that the operands are wrong; the next chunk's inputs are
-// being copied over this chunk's. After GROWS and OUT_OF_FLOAT16 the caller calls make_scaled or make_tokens.
+// The result of make_chunk.
+//   MADE            the operands are complete
+//   GROWS           no operand was made: log gates exceed the limits, or an earlier chunk was OUT_OF_FLOAT16
+//   OUT_OF_FLOAT16  a row of q or k exceeds float16's range: the operands are wrong, and were not sent. The next
+//                   chunk's inputs are being copied over this chunk's
+// After the last two `produce` calls make_scaled, or make_tokens if not BORDER_IS_NARROWER. In any case it then arrives
+// at full[stage], for the stage's last fill by this chunk.
+//
+// Each copy of inputs ends a phase of the group's gates_copied and one of its qk_copied (ScalarDecay: of qk_copied
+// alone). Phases of one chunk, if the copy that `produce` waits for is phase n, and who starts the later ones:
+//                   n           n + 1                      n + 2                          n + 3
+//   MADE            this chunk  next chunk: make_chunk
+//   GROWS           this chunk  next chunk: make_scaled
+//                               or make_tokens
+//   OUT_OF_FLOAT16  this chunk  next chunk: make_chunk     this chunk again: fetch_again  next chunk: make_scaled
+// The next chunk's inputs are thus there after n + 1 or n + 3, which have one parity: that for which `produce` waits.
+// After the last chunk, fetch_again's copy is n + 1.
+//
+// Phases of the stage's `empty`: make_chunk waits for the one of the stage's previous fill; so does make_scaled, for
+// which it has ended. make_tokens fills the stage 33 or 65 times: an odd number leaves the parity that one fill leaves.
 enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 
 constexpr bool SCALES_ROWS = true, UNSCALED_ROWS = false;  // SCALES_ROWS of make_chunk
@@ -349,16 +380,19 @@ constexpr bool SCALES_ROWS = true, UNSCALED_ROWS = false;  // SCALES_ROWS of mak
 // Steps 1 and 2 of make_chunk. Sets a, the decays of single tokens, and above_limit: whether a lane of the group has a
 // gate above LIMIT, or after_overflow. Returns whether the chunk grows, by the votes of this block:
 //   BORDER_IS_NARROWER, not SCALES_ROWS  above_limit: make_scaled then makes it, with SCALES_ROWS
-//   otherwise                            whether a lane has a gate above GATE_LIMIT (1, or 1/8 if T is float16) and its
-//                                        channels' gates above 0 sum to more than 7 nats over a sub-chunk, or more than
-//                                        32 (float16: 4) over the chunk: exceeds, exceeds_growth (forward_growth.cuh)
+//   otherwise                            whether a lane has both (forward_growth.cuh)
+//                                          `exceeds`: a gate above GATE_LIMIT, 1, or 1/8 if T is float16
+//                                          exceeds_growth: a channel whose gates above 0 sum to more than 7 nats over a
+//                                          sub-chunk, or to more than 32 (T float16: 4) over the chunk. ScalarDecay: to
+//                                          more than 7 (T float16: 1) over the lane's sub-chunk
 template <bool SCALES_ROWS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ bool store_decays_and_vote(float (&a)[SUB_CHUNK][GATES_PER_TOKEN<G>], bool& above_limit,
                                                       Shared<Schedule, T, G, BK, BV>& s, const ProducerCoord<BK>& coord,
                                                       float scalar_gate, bool after_overflow) {
   constexpr int GATES = GATES_PER_TOKEN<G>, THREADS = ProducerCoord<BK>::THREADS;
-  // As bits of G's type: 1/8 nat if BORDER_IS_NARROWER, because at most 16 gates, of 1/8 each, lie between a token and
-  // its border, and float16 holds a row that is in range times e^2; else GATE_LIMIT.
+  // As bits of G's type: 1/8 nat if BORDER_IS_NARROWER, else GATE_LIMIT. At most 16 gates, of 1/8 each, lie between a
+  // token and its border. Numbers of a row that is not out_of_range are at most 2^13, and 2^13 e^2 = 60531 is in
+  // float16's range, which ends at 65504.
   constexpr u32 LIMIT = BORDER_IS_NARROWER<Schedule, T> ? EIGHTH<G> : GATE_LIMIT<T, G>;
   const auto& in = s.inputs[coord.group];
   u32 largest_gate = LIMIT;  // of this lane's gates, as bits, if one is above LIMIT; else LIMIT
@@ -449,7 +483,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   const auto fetch_next_qk = [&] { fetch_qk(s, args, coord.thread, job.group, job.next, job.tokens); };
   if constexpr (Schedule::K_RANKS > 1) {
     if (coord.thread == 0) send_vote(s.votes, job.rank, job.stage, grows);
-  } else if (!grows) fetch_next_gates();  // before the wait for the stage, since the copy's latency is not hidden
+  } else if (!grows) fetch_next_gates();  // before the wait for the stage, which hides some of the copy's latency
   // Decays over the half's other sub-chunk, over the other half, and over all sub-chunks after this one.
   // border_neighbour: `neighbour` for sub-chunks 0 and 3, whose keys and queries are also stored for the border between
   // the halves; 1 for the others if a warp has two sub-chunks, since their lanes store the same again: see two_borders.
@@ -528,10 +562,11 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
 }
 
 // Makes a chunk again, for which make_chunk returned GROWS or OUT_OF_FLOAT16: with rows scaled, or token by token if
-// its log gates are too large for that. Only if BORDER_IS_NARROWER; K_RANKS is then 1, so that the two blocks do not
-// vote, and the rank is 0. producer: the thread's number among the block's producer threads; stage, fills, parity: as
-// in ChunkJob, but fetch_again moves parity on to the phases that its copies end. inputs_lost: after OUT_OF_FLOAT16,
-// the chunk's inputs must be copied once more.
+// its log gates are too large for that. Either way it starts copying the next chunk's inputs. Only if
+// BORDER_IS_NARROWER; K_RANKS is then 1, so that the two blocks do not vote, and the rank is 0. producer: the thread's
+// number among the block's producer threads; stage, fills, parity: as in ChunkJob. inputs_lost: after OUT_OF_FLOAT16,
+// the chunk's inputs must be copied once more. fetch_again then sets `parity`, which is make_scaled's own, to that of
+// the phase of this copy: n + 2, or n + 1 after the last chunk (table at ChunkResult).
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
                                          int chunk, int stage, u32 fills, u32 parity, bool inputs_lost) {
@@ -596,7 +631,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
       else make_tokens<Order>(s, args, thread, chunk, stage, fills, job.parity);
       next_scalar_gate = load_scalar_gate(s, args, Coord(thread), job.next);
     }
-    fence_proxy_async();
+    fence_proxy_async();  // orders the stores of operands before the consumers' wgmma, which read them
     mbarrier_arrive(s.full[stage]);
   }
 }
