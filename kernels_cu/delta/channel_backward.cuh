@@ -1,12 +1,10 @@
 // what      The steps that the backward kernels of KDA and of RWKV-7 share: gradients of a chunk of 32 tokens and 64
-//           channels, where every channel has a gate of its own. A kernel calls, in this order: fetch_states and
-//           fetch_rows, multiply_states for every 64 columns of V, store_pairs_of_blocks, store_diagonals,
-//           add_pairs_of_blocks, add_terms_of_blocks, store_block.
+//           channels, where every channel has a gate of its own. `caller`, below, is such a kernel in ten lines.
 // math      S is the state before the chunk, dS the gradient of the state after it. A token reads the state along
 //           vectors that are called *rows* (KDA: q and k; RWKV-7: q and a) and writes to it along *columns* (KDA: k;
 //           RWKV-7: k and b). A *kind* is one of these arrays in one role: KDA has q, k | k, RWKV-7 q, a | k, b.
 //           A token's decay is e^g of its log gates g [K]. D_ij [K] is the decay by the gates after column j up to row
-//           i: through gate i; of RWKV-7's a, which reads before its own gate, through gate i - 1. pair_ij is the
+//           i: through gate i, or, where the row is RWKV-7's a, which reads before its own gate, i - 1. pair_ij is the
 //           gradient of the score row_i . D_ij column_j, a number for each row i and column j <= i (j < i of KDA's row
 //           k and of RWKV-7's a). *Terms* are the summands of a kind's gradient:
 //             row i:     sum_j pair_ij D_ij column_j, and (decay from the chunk's start to i) S (the gradient of what
@@ -25,9 +23,16 @@
 //           the blocks of row and column these are (3, 0) and (3, 1) for block 2, (3, 0) and (2, 0) for block 1. So
 //           block 2 gets end_sums[0], which is row_sums of block 3 with its pairs, and block 1 gets end_sums[1],
 //           column_sums of block 0 with its pairs (add_terms_of_blocks).
-// barriers  of the caller: for every 64 columns of V two, states and values have arrived | they have been read. Before
-//           add_pairs_of_blocks, which has four, one: terms of S and dS, pairs, block_decays and state_product are
-//           stored, and all threads have read their tokens
+// caller    kda_backward_chunks.cu and dplr_backward_chunks.cu; | is a barrier of the block:
+//             fetch_states and fetch_rows start copying the first 64 columns of V and the tokens; the caller copies g
+//             for every 64 columns of V:
+//               | states and values have arrived
+//               multiply_states, and the caller's own products, which give pairs
+//               | states and values have been read, and tokens have arrived; the next 64 columns are copied
+//             store terms, store_pairs_of_blocks, store_diagonals; load BlockTokens, store block_decays
+//             | terms, pairs, state_product and block_decays are stored; all threads have read their tokens
+//             add_pairs_of_blocks, which has four barriers
+//             add pairs within the block; add_terms_of_blocks; store_block, for each gradient
 // tests     test_delta_kernels; test_compile (no spills)
 // smem      The caller's struct is derived from BlockSums. In comments S is the state; in the code it is the type of
 //           this struct, `s`, which has besides:
@@ -49,9 +54,11 @@
 //   single: float32 data as a struct {float x}, so that overloads for operands do not take sums, which are floats;
 //     Matrix<T>::NUMBERS: how many T a value is stored as the sum of, 1 `single` or 2 of 16 bits
 //   Word<T>: two neighbouring numbers; put_pair stores two floats as such; put_split_pair<T, REST> rounds them to T and
-//     stores their rounding errors REST numbers later
-//   LeftReader: left operands from a tile; StateReader: operands from matrices of a state; its first(n, lane): the
-//     lane's offset for the four matrices from matrix n on
+//     stores their rounding errors REST numbers later, or, where T is `single`, stores them as they are, and no errors
+//   LeftReader: left operands from a tile. StateReader<TRANSPOSED>: right operands [16 columns of V, 8 channels] from
+//     matrices of a state, two columns of a channel a word; its first(n, lane): the lane's offset for the four matrices
+//     from matrix n on
+//   own_lane(): threadIdx.x & 31, computed again at each call, so that no register keeps it
 //   mma_m16n8k16(d, a, b, T{}): d += a b; T{} only gives the type
 //   state_index: the place in chunk_states of the 64 channels from `channel` on
 //   Accumulators: a warp's sums [32 tokens, 16 columns] (chunk.cuh)
@@ -121,9 +128,9 @@ __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, i
   }
 }
 
-// Starts copying the warp's half of 64 columns of V, from `column` on, and of 64 channels, from `channel` on, of S
-// (warps 0 and 1) or dS (warps 2 and 3) of chunk `chunk` of the batch row. They lie in memory as they do in s.states:
-// [8][8] matrices of 8 columns by 8 channels.
+// Starts copying 32 columns of V by the 64 channels from `channel` on, of S (warps 0 and 1) or of dS (warps 2 and 3) of
+// chunk `chunk` of the batch row: the first 32 columns from `column` on by warps 0 and 2, the next 32 by warps 1 and 3.
+// They lie in memory as they do in s.states: [8][8] matrices of 8 columns by 8 channels.
 template <typename T, class S>
 __device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const T* state_gradients, const Shape& shape,
                                              i64 b, i64 h, i64 chunk, int channel, int column) {

@@ -11,22 +11,27 @@
 //           for every 16 of them. A step is STEP tokens; steps are counted from the segment's last one back, and so
 //           taken. Parts take the steps of a segment in turn; of other parts' steps a block reads the gates only
 // smem      Stage: k, v and g of a step, STAGES times; copied by all threads, read by all warps
-// barriers  one a step: the step has been copied, and the stage that is filled next has been read; also a vote: whether
-//           no gate read so far is above 0, and they sum to -48 (FORGOTTEN_NATS) or less in all channels. If so,
-//           another vote: the block stops if each number of S is at least 2^21 times the decay of what is left out, and
-//           so hides it (hides_forgotten in tensor.cuh; gates of later segments multiply both alike)
+// barriers  one a step: the step has been copied, and the stage that is filled next has been read. The block stops, and
+//           leaves out earlier tokens, after two votes:
+//             at that barrier: the gates read so far sum to -48 (FORGOTTEN_NATS) or less in all channels, and none is
+//             above 0. Gates that are not read may be above 0, and what they leave large: they are taken to be like
+//             those read
+//             at one more: each number of S is at least 2^21 times the decay over the gates read, of which an earlier
+//             state of size 1 would thus add at most 5e-7 (hides_forgotten in tensor.cuh). Gates of later segments
+//             multiply both alike
+//           The segment's decay is then 0: the state before the segment is dropped, too
 // numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
 //           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key
 //           times the decay may still be in it: then the decay is two factors (multiply_by_half). Tokens that are left
 //           out would be decayed by e^-48 (1.4e-21): float32's rounding of later tokens' terms (6e-8) is larger unless
-//           the terms left out are 4e13 times as large
+//           the terms left out are 4e13 times as large (6e-8 / 1.4e-21)
 // source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    BK and BV of 64, 128; a launch for every BK channels
 //
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied. A product is D[16, 8] += A[16, 16] B[16, 8]:
 // Left and RightData are a lane's part of A and B; set(p, pair) sets the p-th of its pairs of numbers, rounded.
 // four_lane_sums(x) (decays.cuh): the sums of x over the four lanes with the same lane / 4: `all`, and `after`, of the
-// lanes with a larger lane % 4
+// lanes with a larger lane % 4. opaque(x) (ptx.cuh): x, but what depends on it is computed again
 #include "decays.cuh"
 #include "fragments.cuh"
 #include "ptx.cuh"
@@ -40,7 +45,7 @@ template <typename T, typename G> struct Args {
   StridedRows<const T> k, v;
   StridedRows<const G> g;
   float *states, *decays;
-  Shape shape;
+  Shape shape;             // its sequences are the segments: shape.count of a batch row, of all its sequences together
   i64 channel;             // the first channel of this launch
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
   i64 parts;               // blocks that share a segment's tokens
@@ -66,7 +71,7 @@ template <typename T, typename G, int BK, int BV> struct Stage {
 };
 template <typename T, typename G, int BK, int BV> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  u32 has_positive_gate[BK / 16];  // of each warp, so far; then earlier tokens may not be left out
+  u32 has_positive_gate[BK / 16];  // of each warp, so far: see barriers
 };
 
 // Starts copying a step's rows in pieces of BYTES bytes; rows from `rows` on and columns from `columns` on become zero.
@@ -314,7 +319,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   }
   cp_async_wait<0>();
 
-  const SegmentTile<BV> tile(args, opaque(blockIdx.x));  // computed again, since the loop needs the registers
+  const SegmentTile<BV> tile(args, opaque(blockIdx.x));  // `work`, computed again, since the loop needs the registers
   float* state = args.states + i64(tile.result) * shape.K * shape.V;
 #pragma unroll
   for (int x = 0; x < BV / 8; ++x)

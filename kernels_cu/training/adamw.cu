@@ -6,7 +6,8 @@
 //           c1 = 1 - b1^n, c2 = 1 - b2^n in the n-th step
 // shapes    weights gradient first second [count], of which the first `matrices` numbers are in matrices; copy
 //           [matrices] or null; squares [P], whose sum is the squared norm; schedule [4]: rate, 1 - rate decay, c1, c2
-// grid      any number of blocks, which take turns; 512 threads of 4 elements each
+// grid      any number of blocks, of 512 threads with 4 elements each: a block takes every `blocks`-th run of 2048
+//           elements
 // smem      the warps' sums
 // barriers  one: the warps' sums are in shared memory
 // numerics  float32, the copy rounded once
@@ -38,7 +39,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_adamw(
   float squares = 0.f;  // this thread's; block_sum gives every thread the block's
   for (i64 p = threadIdx.x; p < args.P; p += THREADS) squares += args.squares[p];
   const float norm = sqrtf(block_sum<WARPS>(squares, s.sums)), limit = float(args.clip);
-  // The gradient's factor clip / max(norm, clip). With a NaN in any gradient it is NaN, and then so are all parameters.
+  // The gradient's factor limit / max(norm, limit). With a NaN in any gradient it is NaN, and so are all parameters.
   const float clip = limit / (norm > limit || norm != norm ? norm : limit);
   const float rate = args.schedule[0], matrix_factor = args.schedule[1], correction1 = args.schedule[2],
               correction2 = args.schedule[3];

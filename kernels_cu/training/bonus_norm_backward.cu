@@ -3,12 +3,12 @@
 // math      with n = GroupNorm_H(o), score = sum_N r key bonus, ungated = n weight + bias + score v, y = ungated gate:
 //           dgate = dy ungated, dungated = dy gate, do = the norm's pullback of dungated weight,
 //           dscore = sum_N dungated v;
-//           parts = sums over a block's tokens: dweight = dungated n, dbias = dungated, dbonus = dscore r key, which
+//           parts = sums over a run of tokens: dweight = dungated n, dbias = dungated, dbonus = dscore r key, which
 //           column_sums.cu adds up; keys_backward.cu makes the gradients of r, key and v from scores
 // shapes    dy o gate r key v do dgate [tokens, H, N]; weight bias bonus [H, N]; scores [tokens, H]: pairs (score,
-//           dscore); parts [blocks of tokens, 3, H, N]
-// grid      LANES neighbouring lanes a head of `tokens_per_block` tokens, one after the other, eight neighbouring
-//           channels each; 128 threads
+//           dscore); parts [runs of tokens, 3, H, N]
+// grid      for every (run of tokens_per_block tokens, head), runs slowest, LANES neighbouring lanes, a lane for eight
+//           neighbouring channels; they take the run's tokens one by one. 128 threads a block
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; the variance from centred values; sums always in the same order
@@ -18,8 +18,9 @@
 
 // From training_keys.cuh:
 //   THREADS = 128
-//   HeadLanes: the lanes of a head; load, store: a lane's eight channels; sum: over the lanes
-//   head_tokens: the lane's head and tokens
+//   HeadLanes: the lanes of a head. j: a lane's first channel; inside(): whether j < N. load gives the lane's eight
+//     channels, 0 beyond N; store leaves out those beyond N: both only for lanes inside. sum: over the head's lanes
+//   HeadTokens: of a lane `head`, `block`, the number of the run of tokens, and its tokens begin ... end - 1
 
 constexpr int PARAMETERS = 3;  // of which parts are summed
 

@@ -26,6 +26,18 @@
 //           pair of the sub-chunk. Tensor cores sum gates: they multiply them by how often each counts (GateCounts: 0,
 //           1, -1, 1/2 or -1/2) and by log2 e. 16-bit gates are multiplied by log2 e as two numbers of their type;
 //           float32 gates are multiplied by it first and then split in two bfloat16 numbers.
+// passes    first: backward_queries.cu, forwards in time; second: backward_keys.cu, backwards in time. Before them, of
+//           sequences cut into segments, backward_segments.cu. states.cuh and backward_schedules.cuh include this file
+// tests     test_gradient_kernels; test_gradient_segments; test_growth_gradients (gates above 0); test_compile
+//
+// From the includes
+//   Operand            see shapes; ldmatrix_x4_trans, stmatrix_x4_trans: move a warp's four 8 x 8 matrices
+//   each_float         calls f(4n + 2h + p, x) for this lane's numbers x in two panels of float32: of channel g + 8h,
+//                      token 2t + p of sub-chunk n
+//   max_nan            the larger number, or NaN if the first is NaN; max_nan<G>: of both numbers of a register
+//   low, high          the two bfloat16 numbers of a register as floats; remainder_of: their rounding errors
+//   cut_off            a float32 without its last 13 bits
+//   opaque             x, computed anew from there on: no register keeps what depends on it
 #include "read_order.cuh"
 #include "tf32.cuh"
 
@@ -115,11 +127,11 @@ constexpr float LEAST_GATE = -16.f, FORGOTTEN_GATE = -256.f;
 static_assert(-LEAST_GATE * SUB_CHUNK / 2 < 87.f, "a decay from a sub-chunk's middle has an inverse in float32");
 
 // How gates of type G are summed by tensor cores, in numbers of `Type`, so that sums are logarithms of base 2.
-// LEAST_TWO, FORGOTTEN_GATE_TWO: -16 and -256 twice, in the halves of a register. ONE: the bits of the factor that
-// counts a gate once, in each of the two halves of a product's depth. For 16-bit gates the sum of both factors is
-// log2 e (bf16: 1.4375 + 0.005188; f16: 1.442383 + 0.0003123); float32 gates are multiplied by log2 e before, and the
-// factors of their two numbers are 1. HALVES: the last bit of ONE's exponent, which all of them have set; without it
-// the factor is half as large.
+// LEAST_TWO, FORGOTTEN_GATE_TWO: -16 and -256 twice, in the halves of a register. A product's depth of 16 has a
+// sub-chunk's 8 gates twice. ONE[half]: the bits of the factor of each half of the depth; both together count a gate
+// once. For 16-bit gates they sum to log2 e (bf16: 1.4375 + 0.005188; f16: 1.442383 + 0.0003123); float32 gates are
+// multiplied by log2 e before, their two halves are two different numbers, and both factors are 1. HALVES: the last bit
+// of ONE's exponent, which all of them have set; without it the factor is half as large.
 template <typename G> struct GateFormat;
 template <> struct GateFormat<bf16> {
   using Type = bf16;
@@ -161,11 +173,11 @@ static_assert(counts_once<7>(GateFormat<float>{}, 2.f));
 
 // The gates of this lane's channels in a chunk, each at least FORGOTTEN_GATE, or LEAST_GATE if CLAMPED; float32 gates
 // are multiplied by log2 e. A product of gates and GateCounts, of depth 16, sums a sub-chunk's 8 gates twice, once for
-// each number of ONE. For 16-bit gates both halves of the left operand are the same numbers. If they were the same
-// registers, the assembler would copy them for each product: an operand's registers are four different ones.
-// SECOND_NEGATED: the second half of both operands is negated instead, which leaves the product as it is. This saves
-// the copies where registers for the negated gates are free: in the second pass (backward_keys.cu). float32 gates
-// ignore SECOND_NEGATED: their halves are rounded values and remainders, which differ.
+// each number of ONE. For 16-bit gates both halves of the left operand are the same numbers, which the assembler copies
+// for each product, since an operand's four registers must differ. SECOND_NEGATED: the second half of both operands is
+// negated, which leaves the product as it is, and saves the copies. Only the second pass has free registers for the
+// negated gates. float32 gates ignore SECOND_NEGATED: their halves are rounded values and remainders, which differ. The
+// constants SECOND_NEGATED and CLAMPED are names for `true` where a template argument of the same name is passed.
 constexpr u32 SIGNS = 0x80008000u;
 constexpr bool SECOND_NEGATED = true, CLAMPED = true, UNCLAMPED = false;
 template <typename G, bool SECOND_NEGATED = false> struct LaneGates {
@@ -221,10 +233,11 @@ template <class ReadOrder, typename G, bool SECOND_NEGATED = false> struct GateC
     // The mask of those of the lane's two gates whose number is at most `last`.
     const auto up_to = [&](int last) { return (token <= last ? 0xffff : 0) | (token < last ? 0xffff0000 : 0); };
     written = up_to(i), read = up_to(i - ReadOrder::reads_before_write), early = token < SUB_CHUNK / 2 ? -1 : 0;
-    // GLA: gate n lies between tokens n - 1 and n, and the middle is halfway through gate 4, the low half of the
-    // register of the lane with token == 4. Its bits in mask ^ early are to be all but HALVES. i >= 4: mask has all of
-    // its bits, early only HALVES: it counts 1/2. i < 4: mask has none, early all but HALVES, the sign too: it counts
-    // -1/2.
+    // GLA: gate n lies between tokens n - 1 and n, and the middle is halfway through gate 4, the low 16 bits of the
+    // lane with token == 4. These bits of the masks, and how often gate 4 then counts for token i:
+    //            mask   early             mask ^ early      sign of `early`   counts
+    //   i >= 4   all    HALVES            all but HALVES    +                 1/2
+    //   i < 4    none   all but HALVES    all but HALVES    -                 -1/2
     if (!ReadOrder::reads_before_write && token == SUB_CHUNK / 2)
       early = (i < SUB_CHUNK / 2 ? 0xffff : 0) ^ GateFormat<G>::HALVES;
   }
@@ -333,7 +346,8 @@ __device__ __forceinline__ void decays_of(SubChunkDecays& d, const LaneChunk& fr
 // ---- operands -------------------------------------------------------------------------------------------------------
 
 // x as an operand in tf32. AS_MULTIPLIED: without the 13 bits that products ignore. So if the caller uses the operand
-// in float32 arithmetic, too, as the first pass does for dg, both computations have the same number.
+// in float32 arithmetic, too, as the first pass does for dg, both computations have the same number. The constants name
+// the template's argument.
 constexpr bool AS_MULTIPLIED = true, IN_FULL = false;
 template <bool AS_MULTIPLIED> __device__ __forceinline__ float operand_value(float x) {
   return AS_MULTIPLIED ? cut_off(x) : x;
@@ -391,8 +405,10 @@ struct Across {
 };
 
 // Stores queries times their decays in `to`, and calls put(n, h, x, y) with the lane's two queries of sub-chunk n and
-// channel h, times their decays from the chunk's start and scale[h], for products with a state. outer_decays: those
-// of queries from the start of their sub-chunk; d: decays over whole sub-chunks.
+// channel h, times their decays from the chunk's start and scale[h], for products with a state. scale[h]: the
+// operator's scale, by channel because it includes a power of 2 that keeps the channel's queries in float16's range
+// (QueryScale in states.cuh). outer_decays: those of queries from the start of their sub-chunk; d: decays over whole
+// sub-chunks.
 template <bool AS_MULTIPLIED, typename T, class F>
 __device__ __forceinline__ void decay_queries(Across& to, const Operand& q, const LaneChunk& outer_decays,
                                               const SubChunkDecays& d, const float (&scale)[2], F put) {
