@@ -20,35 +20,45 @@
 //             of a block's two sub-chunks   border8: the block's middle
 //             within a sub-chunk            both tokens' factors about its middle (decays.cuh), some of them inverse
 //                                           decays. In them a log gate below -20 (RWKV-6: -16) counts as -20 (-16), so
-//                                           that inverses are finite. A reset, a decay of 0, so lets e^-10 of a token
-//                                           pass at most: e^-16, times the growth of six other gates of up to 1 nat. If
-//                                           a log gate of a block, in one of a warp's 16 channels, exceeds GROWTH
-//                                           (1 nat), the factors could leave float32's range: pairs within the block's
-//                                           sub-chunks are then summed one by one (growth.cuh)
+//                                           that inverses are finite. A pair of a sub-chunk has at most seven (six)
+//                                           gates between its tokens: beside a reset, a decay of 0, six (five) of up to
+//                                           1 nat. So at most e^-14 (e^-11) of a token passes. If a log gate of a
+//                                           block, in one of a warp's 16 channels, exceeds GROWTH (1 nat), the factors
+//                                           could leave float32's range: pairs within the block's sub-chunks are then
+//                                           summed one by one (growth.cuh)
 //           dg_t of pairs within a sub-chunk is a difference: the terms of the queries i >= t with all keys, less those
 //           of the keys j >= t with all queries. A pair with j >= t is in both sums, of the same rounded operands, and
 //           cancels up to float32's rounding. All other terms of dg are added, without a difference.
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32 (RWKV-6's factor of a token's own key),
 //           partial_du [B, NC, H, K] float32 (the chunks' terms of du), NC the chunks of a batch row. chunk_states:
-//           every chunk's S and dS, as backward_states.cu writes them (`state_tile_index`)
+//           every chunk's S and dS, as backward_states.cu writes them (`state_tile_index`). Gated: v do [B, heads of
+//           the launch, T, V padded to a multiple of 8]
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels: see Layout
-// smem      q, k, g of the chunk; a warp reads its 16 channels, and writes dq, dk, dg over them. Two stages of 32
-//           columns of v and do; then PairData in their place: dA, which all warps read, and operands and decays that a
-//           thread or warp writes for itself
-// barriers  a block's work in time:
-//             for every 32 columns of V   barrier: all threads have copied them; sums S do, dS v, S dS and, unless
-//                                         columns have gates, dA go on; barrier: all warps have read them
-//             then                        dA to shared memory; barrier; the decays of sub-chunks, and border32
-//             for each half, block of 16  the other operands; dq and its terms of dg, dk and its terms of dg
-//             last                        barrier: dq, dk and dg are in shared memory; all threads store them
+// smem      q, k, g of the chunk; two stages of 32 columns of v and do, later PairData
+// barriers  of the block: | below. Its steps in time, and what they overwrite. After put_dA a warp reads and writes its
+//           own 16 channels only, and all of dA:
+//             (compute_token_by_token)   if gates of columns and channels grow too much; in place of all else
+//             for every 32 columns of V
+//               fetch_columns |          to a stage; then S do, dS v, S dS and, unless columns have gates, dA |
+//             put_dA or copy_scores |    dA and its diagonal, over the stages; q, k and g have arrived
+//             sum_pairs_one_by_one       pairs in blocks that grow, from q, k, g
+//             put_border32, then others  the other members of PairData, from q, k, g; du
+//             for half 0, then half 1, of a HalfChunk
+//               begin                    border16, from q, k and g of both blocks
+//               for both blocks: load    a TokenBlock, from q, k, g
+//                 finish_queries         dq over the block's q
+//                 finish_keys            reads the block's k again; dk over it
+//               finish_dg                dg of the half, in registers
+//             put_tokens |               dg over g of both halves
+//             store                      dq, dk and dg to memory, by all threads
 // numerics  matrix products as in fragments.cuh, with sums in float32. Scales and decays that are not part of an
 //           operand multiply these sums. tf32 operands are truncated, which makes them smaller on average;
 //           TF32_CORRECTION (fragments.cuh) multiplies that away, 1 for operands that are not truncated.
 //           If columns of V have gates, too (Columns; GLA only), dA comes from value_gate/backward_scores.cu.
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    none
-// instances T and G are float32 (PRODUCTS of 1 and 3), or T has 16 bits and G is T or float32 (PRODUCTS of 1; of 3,
-//           too, with GLA, Ungated and float32 gates). Ungated: GLA and RWKV-6; Gated, GatedTurned: GLA
+// instances T and G are float32: PRODUCTS of 1 and 3. T has 16 bits and G is T or float32: PRODUCTS of 1, and of 3 if
+//           it is GLA, Ungated and G is float32. Ungated: GLA and RWKV-6; Gated, GatedTurned: GLA
 // tests     test_gradient_kernels; Gated, GatedTurned: test_value_gate; gates that grow: test_growth_gradients
 //
 // Layout. A warp has 16 channels, from warp_channel on. Of these and of 16 tokens, two sub-chunks, a lane has
@@ -58,7 +68,7 @@
 //   Accumulators  of a product [16 channels, 16 tokens]: [sub-chunk][2 octet + token of the lane's two]
 //   Neighbours    of a state, with columns of V in the place of tokens
 // Numbers: `half` of the chunk; `m`, a block of 16 tokens of the chunk, and `in_half`, of the half; `n`, a sub-chunk of
-// the chunk, `subchunk`, of the half, and `in_block`, of the block
+// the chunk, but of the half in loops that end at HALF; `subchunk`, of the half, and `in_block`, of the block
 //
 // From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
 //   Math<T, PRODUCTS>    how data T are multiplied. Stored: the type of operands in memory; SPLIT: an operand is two
@@ -304,7 +314,7 @@ __device__ __noinline__ float2 gate_terms_one_by_one(float2 q, float2 k, float2 
 #pragma unroll 1
   for (int i = 1; i < SUB_CHUNK; ++i) {
     const float query = of_token(q, i);
-    // The last token whose decay the state that query i reads has had: reads_before_write in RWKV-6, not in GLA.
+    // The state that query i reads is decayed through token `last` (reads_before_write: RWKV-6).
     const int last = ReadOrder::reads_before_write ? i - 1 : i;
     float decay = ReadOrder::reads_before_write ? 1.f : of_token(a, i);
 #pragma unroll 1
@@ -490,7 +500,9 @@ __device__ __forceinline__ void add_du(float (&du)[2], const WarpChannels<T, G, 
 template <class M, class Args>
 __device__ __forceinline__ void copy_scores(PairData<M>& pairs, const Args& args, i64 chunk) {
   using Stored = typename M::Stored;
-  constexpr int PIECE = 16 / sizeof(Stored);  // numbers that one copy moves; those above the diagonal become zeros
+  // Numbers that one copy moves. A copy that starts above the diagonal stores zeros; `scores` has zeros where another
+  // one reaches beyond it.
+  constexpr int PIECE = 16 / sizeof(Stored);
   const Stored* from = static_cast<const Stored*>(args.scores) + chunk * (CHUNK * CHUNK);
 #pragma unroll 1
   for (int index = threadIdx.x * PIECE; index < CHUNK * CHUNK; index += THREADS * PIECE)
@@ -572,9 +584,8 @@ template <class M> struct TokenBlock {
 };
 
 // dq, dk and dg of the first half of a warp's chunk, then of the second. For each half begin(half), and for each of its
-// blocks in_half = 0, 1: load, finish_queries, finish_keys; then finish_dg. The order matters: begin reads q and k of
-// both blocks before finish_queries stores dq over q and finish_keys dk over k; finish_keys takes what load and
-// finish_queries have set in `tokens`. test_gradient_kernels fails in any other order.
+// blocks in_half = 0, 1: load, finish_queries, finish_keys; then finish_dg. test_gradient_kernels fails in any other
+// order: see `barriers`. finish_keys also takes what load and finish_queries have set in `tokens`.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> struct HalfChunk {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
@@ -704,6 +715,7 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
       };
       // The decay from this half's start to the sub-chunk's.
       const float from_half = product_over(half_decays[octet], 0, subchunk);
+      // The lane's terms of S, summed over its two tokens.
       const float state_term =
           add_part(STATE_CORRECTION * scale * product_over(half_decays[octet], 0, subchunk, decay_to_half[octet]) *
                        tokens.from_start[p],
@@ -771,6 +783,7 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
 #pragma unroll
         for (int later = HALF; later < NUM_SUBCHUNKS; ++later) to_chunk_end *= channels.decay_over(later, octet);
       }
+      // The lane's terms of dS, summed over its two tokens.
       const float state_term = add_part(to_chunk_end * tokens.to_end[p], from_dS[in_block], HALF);
       if (!half) {
         other_half[octet] += state_term;

@@ -28,6 +28,7 @@ class FileError(ContractError):
 
 
 def refuse(found, wanted) -> NoReturn:
+    """FileError: what a file has or is, and what was expected."""
     raise FileError(f"{found}, expected {wanted}")
 
 

@@ -86,7 +86,7 @@ def read(data, path) -> dict[str, np.ndarray]:
         array = array if tensor.type in FLOATS else dequantised(array, tensor.type, name)
         try:
             parts = official(architecture, name, array, numbers)
-        except FileError:
+        except FileError:  # is a ValueError, too
             raise
         except ValueError:
             refuse(f"{shown(name)} is {array.shape}", f"the shape that {architecture} has there")

@@ -24,9 +24,12 @@
 //   Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, in swizzled panels
 //   LaneGates (decays.cuh): a lane's log gates, float32 ones times LOG2E; each_token_pair, token_pair_of: its pairs of
 //     tokens; LaneChunk: its numbers; Pairs, pair_at: dA; self_weight_at: RWKV-6's scale do_i . v_i
-//   IN_UNITS<G> (query_share.cuh): whether shares have a unit, which is kept as its float32 exponent, ONE for 2^0;
-//     power_of_two(exponent); sum_with_unit: a sum whose lowest bits hold the exponent; query_share_value: a stored
-//     share
+//   IN_UNITS<G> (query_share.cuh): whether shares of chunks that do not grow always have a unit: if G is bfloat16. A
+//     unit is kept as its float32 exponent, ONE for 2^0, in the lowest bits of the channel's query sum, where
+//     sum_with_unit puts it. power_of_two(exponent)
+//   query_share_value(x, sum, grew): a stored number x of a share; sum: the channel's query sum; grew: whether it is
+//     stored as for a chunk that grows
+//   share_sums<N>(x): sums each of N values over the lanes with the same t
 // S[4n + 2h + p]: channel h of the lane's two, column 8n + 2t + p, t = lane % 4. All lanes of a warp call functions
 // with shuffles or votes together
 #include "gated/sm90/query_share.cuh"
@@ -44,8 +47,8 @@ static_assert(LEAST_GATE + (SUB_CHUNK - 1) * GROWTH<bf16> <= -9.f &&
               LEAST_GATE + (SUB_CHUNK - 1) * GROWTH<f16> < -14.f);
 static_assert(CHUNK * GROWTH<f16> <= 8.f && LEAST_GATE + GROWTH_LIMIT<bf16> <= -10.f);
 
-// FORGOTTEN: a smaller decay of a channel over a chunk leaves of its state no more than the usual rounding error of the
-// second pass's sums over V, relative to their terms. ROUNDING: the largest relative error of these sums.
+// FORGOTTEN: the usual rounding error of the second pass's sums over V, relative to the terms that they add up. If a
+// channel's decay over a chunk is smaller, what is left of its state is less than that. ROUNDING: the largest error.
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
 // Whether a channel's decay times sum_v S dS, with S the state before a chunk and dS the gradient of the state after
@@ -213,7 +216,8 @@ __device__ __forceinline__ float convert_to_units(Tokens& query_share, float sum
   return sum_with_unit(sum, unit);
 }
 
-// Divides the query share of this lane's two channels by their units, and sets sum to the sums with units.
+// Divides the query share of this lane's two channels by their units, and sets sum to the sums with units. For float16
+// shares beyond float16's range of chunks that do not grow (backward_queries.cu).
 __device__ __forceinline__ void convert_to_units(LaneChunk& query_share, float (&sum)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -303,6 +307,8 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
       if (row % 4 == t) query_share[row / 4] += BEFORE ? after : after + term;
       after += term;
     }
+    // Float16 shares of chunks that grow have units. Bfloat16 ones have none: they are stored as they are, and `grew`
+    // tells the second pass so.
     if constexpr (sizeof(G) == 2 && !IN_UNITS<G>) after = convert_to_units(query_share, after);
     if (t == 0 && (h ? inside[1] : inside[0])) lane_query_sums[8 * h] = after;
     store_tokens(q, dq, channel);
@@ -334,8 +340,9 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[B
 // Computes a chunk of the second pass (backward_keys.cu): dS becomes the gradient of the state before it; dk overwrites
 // q, dg overwrites g, dv overwrites v. carried: for this lane's channels sum_v S dS with the state after the chunk; on
 // return, with the state before it. query_sums: [BK], from channel 0 on. parts: [SUB_CHUNK][BK / 16][BV] in shared
-// memory; barrier: the number of a named barrier of the 2 BK consumer threads, which all call this; grew: whether the
-// first pass computed the chunk token by token (query_share_value).
+// memory; barrier: the number of a named barrier of the 2 BK consumer threads, which all call this; grew: the first
+// pass's flag of this warp, see query_share_value. It may be false: another warp's flag, or a large dS, suffices for
+// the whole block to compute a chunk token by token.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float (&carried)[2], const float* query_sums,
                                                       float* parts, Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g,

@@ -3,25 +3,37 @@
 //           time with the state S, the second (backward_keys.cu) backwards with its gradient dS. Both are "a state"
 //           here, called S.
 // shapes    A chunk has 32 tokens in four sub-chunks of 8. Lane 4 g + t of a warp has channels g and g + 8 of the
-//           warp's 16, by index h; of a state, S[4n + 2h + p] is channel g + 8h, column 8n + 2t + p. Values, Operand,
-//           LaneChunk, LaneSubChunk: decays.cuh, warpgroup.cuh. All threads of a warpgroup start products with states
-//           together
+//           warp's 16, by index h; of a state, S[4n + 2h + p] is channel g + 8h, column 8n + 2t + p. All threads of a
+//           warpgroup start products with states together
 // numerics  A product with a state takes the state in tf32, which has float32's range, or as two bfloat16 numbers, or
 //           as one float16 number. These roundings add up in the gate's gradient from chunk to chunk, so the first pass
-//           stores S every CHECKPOINT_EVERY tokens, and the second pass computes anew from each stored S what it
-//           carries. A chunk's addition to a state is a product in T. In bfloat16 its queries or keys are two numbers:
-//           the gate's gradient is a difference of what both passes compute from them, and a rounding error of one pass
-//           alone would remain in it. float16 has no numbers below 6e-8. So queries that are added to dS are multiplied
-//           by a power of 2 that depends on the chunk's first gate (QueryScale). And dS is multiplied by a power of 2
-//           that depends on its largest value before a product reads it (scale_to_float16).
+//           stores S every CHECKPOINT_EVERY tokens, and the second pass computes from each stored S anew what it
+//           carries from chunk to chunk, the sum over V of S dS. A chunk's addition to a state is a product in T. In
+//           bfloat16 its queries or keys are two numbers: the gate's gradient is a difference of what both passes
+//           compute from them, and a rounding error of one pass alone would remain in it. float16 has no numbers below
+//           6e-8. So queries that are added to dS are multiplied by a power of 2 that depends on the chunk's first gate
+//           (QueryScale). And dS is multiplied by a power of 2 that depends on its largest value before a product reads
+//           it (scale_to_float16).
 // limits    BK of 64, 128; BV of 64, 128
 // tests     those of backward_queries.cu
 //
-// From wgmma.cuh: wgmma<type, N, K_MAJOR or MN_MAJOR>(d, a, b, accumulate) starts d[64, N] (+)= a b, with a in
-// registers and b the descriptor of a swizzled tile, [N, depth] if K_MAJOR, else [depth, N]; adding bytes / 16 to b
-// moves the tile. From swizzled.cuh and warpgroup.cuh: swizzled_offset(row, piece), the byte offset of 16 bytes in a
-// panel; Tile<X, D>, a chunk's rows; each_pair_of_state, calls f for a lane's pairs of columns of a state and their
-// addresses.
+// From the includes:
+//   wgmma<type, N, K_MAJOR or MN_MAJOR>(d, a, b, accumulate): starts d[64, N] (+)= a b, with a in registers and b the
+//     descriptor of a swizzled tile, [N, depth] if K_MAJOR, else [depth, N]; adding bytes / 16 to b moves the tile.
+//     k_major_tile, mn_major_tile: such descriptors; ACCUMULATE: d += a b
+//   wgmma_fence: to be called after registers of d or a were written and before the product; wgmma_commit: closes a
+//     group of products; wgmma_wait<n>: until at most the n latest groups run. Until then d and a must not change
+//   Tile<X, D>: a chunk's rows, in panels of 128 bytes a row; swizzled_offset(row, piece): the byte offset in a panel
+//     of 16 bytes, at place `piece` XOR row % 8 of the row
+//   LaneChunk: a lane's numbers of a chunk, x[n][2h + p]: sub-chunk n, channel h, token 2t + p; LaneSubChunk: of one
+//     sub-chunk. Values: the same order, as accumulators, x[4n + 2h + p]. Operand: as left operand, two tokens of 16
+//     bits a register; token_pair_of(x, n, h) finds a pair
+//   SubChunkDecays d: over sub-chunks; d.all(h): over the chunk
+//   pack: two floats in 16 bits each; remainder_of(two, x, y): their rounding errors, in bfloat16; cut_off: x as a
+//     product in tf32 reads it; TF32_CORRECTION makes up for what it does not read
+//   multiply_pairs(d, x, b): d[channel, i] += sum_j x[channel, j] b[j, i], over the 8 tokens j of a sub-chunk
+//   each_pair_of_state: calls f for a lane's pairs of columns of a state and their addresses; HAS_FULL_PATH: without
+//     branches where V is BV
 #include "gated/sm90/decays.cuh"
 
 constexpr int CHECKPOINT_EVERY = 1024;  // tokens
@@ -56,8 +68,9 @@ __device__ __forceinline__ Scale scale_to_float16(float largest) {
 
 // For a lane's two channels: `up`, the power of 2 by which queries are multiplied so that those decayed by the chunk's
 // first gate stay in float16's range, and its inverse `down`, by which their sum is multiplied; both 1 unless the
-// gate's decay is below 2^-8. outer_decays: decays of queries from the start of their sub-chunk. RWKV-6: always 1,
-// since its first query is not decayed.
+// gate's decay is below 2^-8. Callers multiply dS by `up` before the queries are added to it, and by `down` after.
+// outer_decays: decays of queries from the start of their sub-chunk. RWKV-6: always 1, since its first query is not
+// decayed.
 struct QueryScale {
   float up[2], down[2];
   bool is_one;  // for all channels of the warp
@@ -69,7 +82,8 @@ __device__ __forceinline__ QueryScale scale_of_queries(const LaneChunk& outer_de
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float first = __shfl_sync(0xffffffffu, outer_decays[0][2 * h], threadIdx.x & 28);
-      // 2^90 at most: a state's values are below 2^30, and times `up` (decay_state) stay in float32's range.
+      // 2^90 at most, so that dS times `up` stays in float32's range: chunks whose dS is LARGEST_DS = 2^29 or more do
+      // not come here (backward_keys.cu), and backward_segments.cu multiplies `up` by the chunk's decay first.
       const int bounded = max(int(__float_as_uint(first) >> 23), 127 - 90),
                 exponent = bounded < 127 - 8 ? bounded : 127;
       s.up[h] = __uint_as_float(u32(254 - exponent) << 23), s.down[h] = __uint_as_float(u32(exponent) << 23);
@@ -110,13 +124,15 @@ __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV /
   // PIECES: pieces of 8 columns in a row; ROWS: rows that a warp writes in a step; STEPS: steps for 8 rows.
   constexpr int PIECES = BV / 8, ROWS = 32 / PIECES, STEPS = 8 / ROWS;
   // Of 8 lanes four have a row r, and four the row r XOR 5: so neither loads nor stores of swizzled tiles have bank
-  // conflicts.
+  // conflicts. The rows of the steps are, for BV = 128, 0 5 | 1 4 | 2 7 | 3 6, for 64, 0 5 2 7 | 1 4 3 6; then the same
+  // 8 further on. A row's pieces are numbered by the bits of `lane` that `row` does not take.
   const int row = (lane >> 2 & 1) * 5 ^ lane / (2 * PIECES) * 2, piece = lane & 3 | lane >> 1 & PIECES - 4;
   const int source = piece / 8 * CHUNK * 128 + swizzled_offset(row, piece % 8),
             target = piece / 4 * CHUNK * 128 + swizzled_offset(row, piece % 4 * 2);
 #pragma unroll 1
   for (int step = warp; step < CHUNK / ROWS; step += WARPS) {
-    // The step's row is this many bytes further on than `row`, after an XOR with `flip`.
+    // The step's row is `row` XOR step % STEPS, and 8 (step / STEPS) further down. `flip` is that XOR of an offset in
+    // bytes: of the row, and of the place to which the swizzle moves a piece.
     const int down = step / STEPS * 8 * 128, flip = step % STEPS * (128 + 16);
     const uint4 x = *reinterpret_cast<const uint4*>(at_byte_offset(from, (source ^ flip) + down));
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y), c = unpack<T>(x.z), d = unpack<T>(x.w);
@@ -149,7 +165,8 @@ __device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[
 }
 
 // Starts a part of S tokens^T, as above, with S as two bfloat16 numbers (rounded numbers and rounding errors) and
-// tokens in T; calls put(n, this lane's rounded numbers) for the n-th 16 columns of S.
+// tokens in T; calls put(n, this lane's rounded numbers) for the n-th 16 columns of S: if BK = 64, the second pass
+// stores them in shared memory, as an operand of dv.
 template <int BV, class Put>
 __device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / NUM_SUBCHUNKS][4],
                                                       const float (&S)[BV / 2], bf16 (&tokens)[BV / 64][CHUNK][64],
@@ -220,7 +237,8 @@ __device__ __forceinline__ void start_state_read(Values& x, const float (&S)[BV 
   wgmma_commit();
 }
 
-// Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column].
+// Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column]. The caller has called
+// wgmma_fence, and calls wgmma_commit after it; until it has waited, S and x must not change.
 template <typename T, int BV>
 __device__ __forceinline__ void start_state_write(float (&S)[BV / 2], const Operand& x,
                                                   T (&tokens)[BV / 64][CHUNK][64]) {
@@ -252,7 +270,7 @@ template <typename T> __device__ __forceinline__ float2 state_values(float x, fl
   return IS_FLOAT16<T> ? unpack<T>(pack<T>(x, y)) : float2{x, y};
 }
 
-// S <- diag(up) diag(D) S, D the decay over the chunk.
+// S <- diag(up) diag(D) S, D the decay over the chunk; up0, up1: of the lane's two channels.
 template <int BV>
 __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDecays& d, float up0 = 1.f,
                                             float up1 = 1.f) {
