@@ -17,12 +17,13 @@ DEVICES = ("cpu", "cuda")
 
 
 def check_device(owner: str, device: str):
-    """ContractError if `device` is not one of DEVICES; NotSupported, with the reason, if the GPU cannot be used."""
+    """ContractError if `device` is not one of DEVICES; NotSupported, with the reason, if the GPU cannot be used. The
+    message begins with `owner`, the name of a class or function."""
     if not isinstance(device, str) or device not in DEVICES:
         raise ContractError(f"{owner}: device is {shown(device)}, expected 'cpu' or 'cuda'")
     if device == "cpu":
         return
-    folder_for_cupy()
+    folder_for_cupy()  # before the import, which fails where CuPy cannot write kernels to its folder
     try:
         import cupy
 
@@ -41,8 +42,7 @@ def why_no_cupy(error: ImportError) -> str:
 
 
 def cuda_devices() -> int:
-    """The number of CUDA devices that this process sees; 0 if CuPy is not installed. It does not import CuPy, which
-    takes half a second."""
+    """The number of CUDA devices that this process sees; 0 if CuPy is not installed. It does not import CuPy."""
     driver, count = cuda_driver(), ctypes.c_int()
     if driver is None or driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0
@@ -50,7 +50,8 @@ def cuda_devices() -> int:
 
 
 def may_be_several() -> bool:
-    """Whether this process may see more than one CUDA device, judged without loading the driver."""
+    """Whether this process may see more than one CUDA device, judged without loading the driver. It may
+    where nothing says how many there are: neither /dev/nvidia0, 1, ... nor CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     nodes = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
     return len(nodes) != 1 and (visible is None or "," in visible)
@@ -69,7 +70,8 @@ def uses_cuda() -> bool:
 
 def open_beside(number: int = 0) -> threading.Thread:
     """Makes a thread open a CUDA device, if there is one, while this thread imports CuPy: each takes a quarter of a
-    second. The thread is no daemon: a process must not end while CUDA opens a device."""
+    second. The thread is no daemon: a process must not end while CUDA opens a device. It is returned even if the system
+    did not start it."""
 
     def open_device():
         driver, device, context = cuda_driver(), ctypes.c_int(), ctypes.c_void_p()

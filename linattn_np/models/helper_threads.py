@@ -1,8 +1,9 @@
 """Threads that help a model's call with its matrix products.
 
-They run Numba's loops, which do not hold the GIL. A call wakes them once, not at every product: until the call stops
-them, they look at its board for parts of products to compute. If a thread starts late, or never, the others compute
-its parts (`matrix_loops` says how parts are claimed).
+They run Numba's loops, which do not hold the GIL. A step of decoding wakes them once, not at every product, a prompt at
+each large one: until they are stopped, they look at the call's board for parts of products to compute. If a thread
+starts late, or never, the others compute its parts (`matrix_loops` says how parts are claimed). `matrix_loops`, which
+imports Numba, is imported when a thread or a board is made.
 """
 
 import os
@@ -18,7 +19,7 @@ SHARE = 4 << 20  # a helper is woken for so many bytes of matrices: with fewer, 
 def count() -> int:
     """The threads of a call: OMP_NUM_THREADS, but at most the cores that this process may use; all of these if the
     variable is not set, or is a list, of numbers for nested teams."""
-    wanted = whole_of(os.environ.get("OMP_NUM_THREADS", ""))
+    wanted = whole_of(os.environ.get("OMP_NUM_THREADS", ""))  # None if it is no whole number, or negative
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(wanted or cores, cores)
 
@@ -57,10 +58,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class Board:
-    """The board on which a call publishes its products. Every call has its own; only the call's thread enters `helped`.
+    """The board on which a call publishes its products. Every call of a model has its own. A step of decoding enters
+    `helped` once, a prompt at each product; only the call's thread enters it.
 
-    array : the board for `matrix_loops`. Two of its elements are set here: THREADS, the call's thread and its helpers,
-        and STOPPED, whether helpers must return
+    array : the board for `matrix_loops`. Two of its elements are set here: THREADS, how many share the products, the
+        call's thread and its helpers, by which a claim's size is chosen; and STOPPED, whether helpers must return
     busy : whether the thread is inside `helped`
     most : the most helpers; none where the system lacks sched_yield, which a thread without a part calls
     """
@@ -74,15 +76,16 @@ class Board:
 
     @contextmanager
     def helped(self, size: int):
-        """A context in which helpers compute parts of products: one for each SHARE of `size`, the matrices' bytes. All
-        products must be computed in it; a context inside another one does nothing."""
+        """A context in which helpers compute parts of products: one for each SHARE of `size`, the matrices' bytes.
+        Outside of it the call's thread computes them alone; a context inside another one does nothing."""
         if self.busy:
             yield
             return
         self.busy = True
         try:  # at once: Ctrl-C may come at any line, and would leave helpers that look at the board for ever
             wanted = min(self.most, size // SHARE)
-            # If the board was used before, a helper that wakes late may join, too. It does no harm: it claims parts.
+            # A helper that an earlier context of this board woke, and that starts only now, joins, too. More threads
+            # than THREADS do no harm: each part is claimed once, and THREADS decides only how many a claim takes.
             self.array[self.loops.THREADS], self.array[self.loops.STOPPED] = wanted + 1, 0
             if wanted:
                 HELPERS.wake(self.array, wanted)

@@ -15,20 +15,33 @@ from .kernel import SM90, HopperKernel, TiledKernel
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
 # struct Args, which the compiler checks, with `?` if they may be null.
 
-# Of one sum: q, k, v and o are roles: the sum dq, for one, has do, v, k and dq in them. partner: the array with which o
-# is multiplied for the gate's gradient, q for dq and k for dk. K, V: the widths of q and of v; state_k, state_v: the
-# state's strides; output_scale, value_scale: factors of o and of v; backwards: whether later tokens are added up;
-# adds_to_o: whether the sum is added to what o holds.
+# One sum. q, k, v and o are roles: the sum dq, for one, has do, v, k and dq in them.
+#     q k v, o             read, written: boxes of a chunk
+#     partner              read: the array with which o is multiplied for the gate's gradient, q for dq and k for dk
+#     q_rows ... o_rows    the same arrays with strides, for chunks that boxes cannot copy
+#     initial              read: the states at which the sum begins, or null; for dk and dv, gradients of final states
+#     final                written: the states at which it ends, or null; for dv, gradients of initial states
+#     K, V                 the widths of q and of v, as roles: for dq and dk the operator's V and K
+#     state_k, state_v     the strides of `initial` and `final` along K and V
+#     output_scale, value_scale: factors of o, and of v where it is added to the state
+#     backwards            whether later tokens are added up, not earlier ones
+#     adds_to_o            whether the sum is added to what o holds
 WEIGHTED_SUM = members(
     "tensor_maps q k v o partner, strided q_rows k_rows v_rows partner_rows o_rows, pointers initial final, "
     "int64s K V state_k state_v, float64s output_scale value_scale, int64s backwards adds_to_o"
 )
-# Of a launch of WeightedSums: `sums`, its structs WEIGHTED_SUM. A segment is a run of chunks of a sequence; its summary
-# is the state after it, from a state of 0 (`final`), and the product of its `decays`. segments: of each sequence;
-# computed: how many of them "Summary" computes, from the first on. For the gate's gradient dg: stretch_states, a state
-# for every STRETCH tokens; token_sums, each token's q . dq over each tile of columns of dq; dq_tiles, how many tiles dq
-# has. Threads: 128 for every 64 columns of BV, 128 for the scores, 4 warps that move chunks and sum gates. "GatedKeys"
-# at 128 x 128: the blocks of dk and of dv are a cluster, so that the second one finds the chunks in the L2 cache.
+# A launch of WeightedSums. A segment is a run of chunks of a sequence; its summary is the state after it, from a state
+# of 0 (the sum's `final`), and the decay over it.
+#     sums                 SUMS_AT_ONCE[what] structs of the members WEIGHTED_SUM
+#     g                    read: the log gates [B, H, T]
+#     segments, computed   how many each sequence has, and how many of these "Summary" computes, from the first on
+#     decays               "Summary" writes [N, H, 2, K], N segments: the decay over each, and ones. Else null
+#     stretch_states       "GatedQueries" writes, "GatedKeys" reads a state for every STRETCH tokens. Else null
+#     token_sums           the same: [B, H, dq_tiles, T], each token's q . dq over each of the dq_tiles tiles of dq
+#     dg                   "GatedKeys" writes: the gate's gradient [B, H, T], or [B, H, T, tiles], of each tile of dk
+# BK, BV: BK is at least the K of each sum, and a block computes BV columns of the V of one; both are roles' widths.
+# Threads: 128 for every 64 columns of BV, 128 for the scores, 4 warps that move chunks and sum gates. "GatedKeys" at
+# 128 x 128: the blocks of dk and of dv are a cluster, so that the second one finds the chunks in the L2 cache.
 #
 # WeightedSums.what -> how many sums one launch computes
 SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
@@ -78,7 +91,13 @@ class WeightedSums(HopperKernel):
         return 2 if self.what == "GatedKeys" and self.BK + self.BV == 256 else 1
 
 
-# dht: the gradient of the final state; P: the segments of each sequence. Threads: 128 multiply, 32 copy.
+# Forwards a segment's summary is its final state, from an initial state of 0; backwards it is the gradient of its
+# initial state, from a gradient of 0 of its final state. Both have the decay over it.
+#     initial, dht         the sequences' initial states, and gradients of their final states; null: zeros
+#     states               [2, N, H, K, V], N segments: states at their starts, then gradients of those at their ends
+#     decays               [2, N, H, K], of each segment in each direction
+#     P                    the segments of each sequence
+# Threads: 128 multiply, 32 copy.
 class ScalarBackwardSegments(TiledKernel):
     """The summaries of segments, `states` and `decays`, forwards and backwards in time (see `gated_backward`)."""
 
