@@ -585,6 +585,7 @@ BY_TOKEN = {  # operator, K, V, dtype, gate, options
 @pytest.mark.parametrize("case", BY_TOKEN)
 def test_segments_by_token(monkeypatch, kernel_backend, case, states, segments, rng):
     """As exact as token by token in one piece, forwards and backwards."""
+    monkeypatch.setattr(delta, "why_no_chunks", lambda problem: "they are tested elsewhere")
     monkeypatch.setattr(delta.CutByToken, "time", lambda cut, number: abs(number - min(segments, 425 // max(32, K))))
     monkeypatch.setattr(checked_calls, "MEMOS", Cache(1 << 20, 16))
     op, K, V, dtype, gate, options = BY_TOKEN[case]
@@ -614,12 +615,14 @@ def test_segments_by_token(monkeypatch, kernel_backend, case, states, segments, 
         (op, dtype, K)
         for op in DELTA_RULES
         for dtype, K in ((SINGLE, 130), (SINGLE, 20), (BFLOAT16, 20), (SINGLE, 15), (BFLOAT16, 15))
-        if op.decays and (op is not GATED_DELTA_RULE or K < 130)  # 130 channels of float32: the others go by token
+        if op.decays
     ],
 )
 def test_growth_within_a_segment(monkeypatch, kernel_backend, op, dtype, K, before, states, rng):
     """What a segment does to states may be out of range where no state is: results are those of whole sequences."""
     in_chunks = K <= 128
+    if not in_chunks:
+        monkeypatch.setattr(delta, "why_no_chunks", lambda problem: "130 channels are tested token by token")
     for cut_class in (CutOfSmallHeads, delta.CutInChunks if in_chunks else delta.CutByToken):
         monkeypatch.setattr(cut_class, "time", lambda cut, number: abs(number - 3))
     monkeypatch.setattr(checked_calls, "MEMOS", Cache(1 << 20, 16))
