@@ -1,36 +1,51 @@
 // what      Decayed queries and keys of a chunk, the operands of the gated forward kernels for every GPU architecture.
-// math      S_t = diag(e^g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t^T S_t; in RWKV-6 o_t reads S before the write of
-//           k_t. A chunk of 32 tokens has two halves of 16, a chunk of 16 (if operands are floats) is one half. A
-//           half has two sub-chunks of 8 tokens, and these two spans of SPAN = 4. The score of a query and an earlier
-//           key is a product of q times the decay from a border to the query and k times the decay from the key to it.
-//           In one sub-chunk the border is the sub-chunk's middle (tiles `middle_q`, `middle_k`; a query before it, or
-//           a key after it, is divided by the decay between it and the middle); between sub-chunks of one half it is
-//           the later sub-chunk's start, between the halves the chunk's middle (tile `border`). For the product with S,
-//           queries are decayed from the chunk's start, and keys to its end (state_q, state_k).
+// math      S_t = diag(e^g_t) S_{t-1} + k_t v_t^T, o_t = scale q_t^T S_t, where callers multiply o by `scale`; in
+//           RWKV-6 o_t reads S before the write of k_t. The score of a query and an earlier key is a product of q times
+//           the decay from a border to the query and k times the decay from the key to it. A chunk of 32 tokens:
+//             halves of 16      |               0               |               1               |
+//             sub-chunks of 8   |       0       |       1       |       2       |       3       |
+//             spans of SPAN = 4 |   0   |   1   |   2   |   3   |   4   |   5   |   6   |   7   |
+//             sub-chunk of the query, of the key   border               tiles
+//             n, n                                 the middle of n      middle_q, middle_k
+//             1, 0                                 the start of 1       `border`, queries' rows 0-7,   keys' 0-7
+//             3, 2                                 the start of 3                         8-15         8-15
+//             2 or 3, 0 or 1                       the chunk's middle   16-23 or 24-31    16-23 or 24-31
+//           A chunk of 16 tokens (if operands are floats) is half 0 alone. Only a sub-chunk's middle has queries before
+//           it and keys after it: these are divided by the decay between them and it. For the product with S, queries
+//           are decayed from the chunk's start (tile state_q), and keys to its end (state_k)
 // barriers  of the callers, as in gated/forward.cu. For each chunk: fetch_chunk_gates; every thread waits for its own
 //           copies; store_span_decays; a barrier: q, k and span_decays are in shared memory, and `grows` is the OR of
 //           what store_span_decays returned to the block's threads; make_operands for each of the warp's shares; a
 //           barrier: the operands and the chunk's decay are in shared memory
 // numerics  Decays are e^(sum of at most four adjacent gates) and products of these, never quotients or differences of
-//           longer sums, so a reset (a gate of -inf) gives an exact 0. Only operands about a sub-chunk's middle divide:
-//           by decays that are clamped to at least e^-20 a token, so a reset keeps e^-20 within its sub-chunk. A score
-//           has at most three such divisors, e^60 in all (a fourth one only in a token's score with itself, which
+//           longer sums: so a reset (a gate of -inf) gives an exact 0. Only a score within one sub-chunk takes it for
+//           e^-20: operands about a middle divide, by decays that are clamped to at least e^-20 a token. A score has at
+//           most three such divisors, e^60 in all (a fourth one only in a token's score with itself, which
 //           store_direct_scores replaces). If a gate is above GROWTH or NaN, scores in a sub-chunk are computed pair by
 //           pair instead (growth.cuh). Scores that no gate multiplies are float32 dot products: of a token's own query
 //           and key, and in RWKV-6 of a query and the key before it in its span
 //
 // A warp has whole spans, a lane LANE_CHANNELS channels of all tokens of a span: so products over tokens need no
 // shuffles. BK: the channels of a tile. PRODUCTS: 1 or 3 tf32 products for a product of float32 data. grows: whether a
-// gate of the chunk is above GROWTH or NaN. stage: the chunk's index in s.q and s.k.
+// gate of the chunk is above GROWTH or NaN. stage: the chunk's index in s.q and s.k. coord: a lane's WarpShare.
 //
-// From forward_storage.cuh: Shared; CHUNK; Schedule, a launch's kind: if not has_outputs, it computes states only, from
-// keys alone; s.direct, see store_direct_scores; s.BORDER, the rows of queries in s.border, which its rows of keys
-// follow; MiddleOf, for operands about a middle: `Type`, their type in shared memory; `Product`, the type of data as
-// which tensor cores read them; PRODUCTS<N>, the products that they take where other operands take N.
-// From forward_tiles.cuh: OperandOf<T>::Type, the type of other operands in shared memory; operand_value, a number as
-// it is stored there; Piece, neighbouring values of a row in 32-bit words; Spot and PairedSpot, below. From elsewhere:
-// LEAST_DECAY = e^-20; inverse(x) = 1 / x; max_nan(x, y), the larger one, or NaN if one is NaN, max_nan<G> for each
-// half of two words; cp_async: a copy to shared memory.
+// From forward_storage.cuh
+//   Shared        a block's shared memory, `s`. CHUNK: tokens of a chunk
+//   Schedule      a launch's kind: if not has_outputs, it computes states only, from keys alone
+//   s.border      BORDER rows of queries, then as many of keys. s.direct: see store_direct_scores
+//   state_q(s, stage), state_k(s, stage)  the tiles; s.q[stage] and s.k[stage] if operands are as large as data
+//   MiddleOf      for operands about a middle. `Type`: in shared memory. They are multiplied as data of type `Product`
+//                 are, in PRODUCTS<N> products where other operands take N. Type, Product, PRODUCTS<N> are those of
+//                 other operands, T and N; but of bfloat16 data float, float and 1 if launches share the channels
+// From forward_tiles.cuh
+//   OperandOf<T>::Type  the type of other operands in shared memory: bfloat16, or float
+//   operand_value a number as it is stored there
+//   Piece         neighbouring values of a row, in 32-bit words
+//   Spot          a lane's swizzled place in each group of 8 rows of a tile: get and put add the group and a row
+// From others
+//   GROWTH        1 nat. decay_of(x): e^x. LEAST_DECAY: e^-20. inverse(x): 1 / x
+//   max_nan(x, y) the larger one, or NaN if one is NaN; max_nan<G>: of each half of two words
+//   cp_async      a copy to shared memory
 #include "read_order.cuh"
 #include "decays.cuh"
 #include "gated/forward_storage.cuh"
@@ -191,9 +206,9 @@ template <int LANE_CHANNELS, bool BEFORE> struct BorderDecays {
         for (int c = 0; c < LANE_CHANNELS; ++c) x[c] *= decay.get(c);
       }
     };
-    // Spans are grouped by 2 (a sub-chunk), 4 (a half of the chunk) and 8 (a chunk). Returns, for the group of 2
-    // `count` spans that has this span, whether the half without it lies between the span and the group's start
-    // (BEFORE) or end.
+    // Spans are grouped by 2 (a sub-chunk), 4 (a half of the chunk) and 8 (a chunk). Whether, of the 2 * count spans of
+    // this span's group, the `count` spans of the other half lie between this span and the group's start (BEFORE) or
+    // end.
     const auto other_part_between = [&](int count) { return BEFORE == bool(span & count); };
 #pragma unroll
     for (int c = 0; c < LANE_CHANNELS; ++c) sub_chunk[c] = 1.f;
@@ -246,10 +261,7 @@ __device__ __forceinline__ void round_operand(float (&x)[LANE_CHANNELS]) {
   for (int c = 0; c < LANE_CHANNELS; ++c) x[c] = operand_value<T, PRODUCTS>(x[c]);
 }
 
-// Loads SPAN rows of a tile, this lane's channels. A Spot is a lane's swizzled place in each group of 8 rows of a tile;
-// get and put add the group and a row of the span. A PairedSpot is a Spot in the layout of state_q: each 8 floats of a
-// row are in the order 0 2 4 6 1 3 5 7, so that lane 4g + t loads columns 2t and 2t + 1, which it has of the
-// accumulators that they are multiplied by; bfloat16 are in the usual order.
+// Loads SPAN rows of a tile, this lane's channels.
 template <int BK, class WarpShare, typename T>
 __device__ __forceinline__ void load_span(Piece<WarpShare::LANE_CHANNELS, T> (&rows)[SPAN], const T* tile,
                                           const WarpShare& coord) {
@@ -258,8 +270,10 @@ __device__ __forceinline__ void load_span(Piece<WarpShare::LANE_CHANNELS, T> (&r
   for (int i = 0; i < SPAN; ++i) spot.get(rows[i], tile, coord.span / 2, i);
 }
 
-// Stores a span's rows x, times `factor`, in 8-row group `group` of a tile of Stored (bfloat16 or float). AnySpot: Spot
-// or PairedSpot.
+// Stores a span's rows x, times `factor`, in 8-row group `group` of a tile of Stored (bfloat16 or float). AnySpot:
+// Spot, or, for state_q, PairedSpot, which stores each 8 floats of a row in the order 0 2 4 6 1 3 5 7. A lane loads
+// places t and t + 4 of them, t = lane % 4: columns 2t and 2t + 1, which it also has of S's accumulators. bfloat16
+// numbers have the usual order.
 template <typename T, int PRODUCTS, class AnySpot, typename Stored, int LANE_CHANNELS>
 __device__ __forceinline__ void store_span(const AnySpot& spot, Stored* tile, int group,
                                            const float (&x)[SPAN][LANE_CHANNELS],
@@ -352,9 +366,8 @@ __device__ __forceinline__ void store_direct_scores(Shared& s, const WarpShare& 
   }
 }
 
-// Stores queries decayed from the borders between them and keys of other sub-chunks (`border`: groups 0 and 1:
-// sub-chunks 1 and 3 from their start; 2 and 3: sub-chunks 2 and 3 from the chunk's middle), and from the chunk's start
-// (state_q).
+// Stores queries decayed from the borders between them and keys of other sub-chunks (`border`, as in the table at the
+// top), and from the chunk's start (state_q).
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>
 __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& coord,
                                               const float (&token_decays)[SPAN][WarpShare::LANE_CHANNELS],
@@ -384,9 +397,8 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
   store_span<T, PRODUCTS>(paired, state_q(s, stage), sub_chunk, x, before.chunk);
 }
 
-// Stores keys decayed to the borders between them and queries of other sub-chunks (`border`, after BORDER rows of
-// queries: groups 0 and 1: sub-chunks 0 and 2 to their end; 2 and 3: sub-chunks 0 and 1 to the chunk's middle), and to
-// the chunk's end (state_k); and the decay of the chunk.
+// Stores keys decayed to the borders between them and queries of other sub-chunks (`border`, as in the table at the
+// top), and to the chunk's end (state_k); and the decay of the chunk.
 template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>
 __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const WarpShare& coord,
                                            const float (&token_decays)[SPAN][WarpShare::LANE_CHANNELS],

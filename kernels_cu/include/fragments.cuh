@@ -9,8 +9,9 @@
 //           A tf32 instruction takes 8 depths, of which a lane has t and t + 4. It is given depth 2t as its depth t,
 //           and depth 2t + 1 as its depth t + 4, in both operands: the sum is over the same products.
 // numerics  bfloat16 data: one product in bfloat16. Other data: in tf32, which has float32's range and float16's
-//           fraction: one product, or three of operands split in two tf32 numbers, which keep 21 bits. Operands of
-//           gradients are cut off to tf32, not rounded; their products are then multiplied by TF32_CORRECTION
+//           fraction: one product, or three of operands split in two tf32 numbers, which keep 21 bits. Kernels that
+//           compute gradients load operands unrounded (load_left, load_right): tf32 cuts these off, and the kernels
+//           multiply their products by TF32_CORRECTION
 #include "tf32.cuh"
 
 // How data of type T are multiplied: in PRODUCTS products of the tensor cores, 1 or 3 (of operands SPLIT in two
@@ -26,9 +27,9 @@ template <> struct Math<bf16, 1> {
 
 // A single tf32 product cuts off its operands: of a float32 number it ignores on average half of the last tf32 digit
 // that it reads, 0.7213 * 2^-11 of the number (0.7213 = 1 / (2 ln 2), the mean of 1/m over mantissas m with uniform
-// logarithms). A caller that passes such operands unrounded multiplies the result by TF32_CORRECTION if one operand was
-// cut off, a float32 number stored as E, and by TF32_CORRECTION_OF_BOTH if both were. The average error is then 0. Both
-// are 1 for bfloat16 products, for operands of 16-bit types, which tf32 holds, and for split operands.
+// logarithms). A caller that passes operands unrounded multiplies the result by TF32_CORRECTION<M, E> for one operand,
+// whose type in shared memory is E, and by TF32_CORRECTION_OF_BOTH for two. The average error is then 0. Both are 1 for
+// bfloat16 products, for operands of 16-bit types, which tf32 holds, and for split operands.
 template <class M, typename E = typename M::Stored>
 constexpr float TF32_CORRECTION =
     sizeof(typename M::Stored) == 4 && sizeof(E) == 4 && !M::SPLIT ? 1.f + 0.7213f / 2048 : 1.f;
@@ -44,9 +45,10 @@ __device__ __forceinline__ float2 unpack(u32 two, f16) {
 }
 
 // A lane's N pairs of an operand: pair p in words[p] if bfloat16, else as the tf32 numbers high[2p] and high[2p + 1],
-// SPLIT with their remainders in `low`. set(p, pair) rounds floats, or splits them; set(i, x) sets number i alone.
-// `set_unrounded` does the same without rounding: for floats that are rounded already, or that the product may cut off.
-// In place of two floats a pair may be given as a word of two 16-bit numbers, followed by a value of their type.
+// SPLIT with their remainders in `low`. set(p, pair) rounds floats, or splits them (`high` is x cut off, `low` the
+// rest, which the product cuts off); set(i, x) sets number i alone. `set_unrounded` does the same without rounding: for
+// floats that are rounded already, or that the product may cut off. In place of two floats a pair may be given as a
+// word of two 16-bit numbers, followed by a value of their type.
 template <bool SPLIT, typename Stored, int N> struct Pairs;
 template <int N> struct Pairs<UNSPLIT, bf16, N> {
   u32 words[N];
@@ -80,7 +82,8 @@ template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
     set_unrounded(2 * p + 1, x.y);
   }
   template <typename E> __device__ __forceinline__ void set_unrounded(int p, u32 two, E e) { set(p, two, e); }
-  // 16-bit numbers are tf32 numbers: `low`, which stays unset, is for float32 data only (LeftData, RightData).
+  // 16-bit numbers are tf32 numbers. Not for SPLIT pairs, whose `low` would stay unset: of 16-bit data LeftData and
+  // RightData are not split.
   template <typename E> __device__ __forceinline__ void set(int p, u32 two, E e) {
     const float2 x = unpack(two, e);
     high[2 * p] = __float_as_uint(x.x), high[2 * p + 1] = __float_as_uint(x.y);
@@ -192,7 +195,7 @@ __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (
 
 // ---- operands from shared memory: rows of a tile are `ld` values apart, of a 16-bit type an odd multiple of 16 bytes
 
-// How a tile holds a matrix.
+// How a tile holds a matrix: values of the functions' template parameter TRANSPOSED.
 constexpr bool AS_STORED = false, TRANSPOSED = true;
 
 // Calls f(m, this lane's pair of matrix m) for the four 8 x 8 matrices of a 16 x 16 tile. Matrix 0 is the upper left

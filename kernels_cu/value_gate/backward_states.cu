@@ -4,11 +4,13 @@
 //           S <- D S E + (k decayed to the chunk's end)^T (v decayed to its end);   backwards
 //           dS <- D dS E + scale (q decayed from the chunk's start)^T (do decayed from its start)
 //           A block walks in one direction, and calls S what it walks with: S, or dS
-// shapes    decayed q k [B, heads, T, K] and v do [B, heads, T, V], channel_decays [B, heads, NC, K], column_decays
-//           [B, heads, NC, V] float32, channel_growth, column_growth [B, heads, NC] (nats): from backward_scores.cu. g
-//           [B, H, T, K], gv [B, H, T, V], given_q ... given_do: the caller's arrays, undecayed. chunk_states: every
-//           chunk's S before it, then every chunk's dS after it, in tiles of 64 x 64 (state_tile_index, backward.cuh);
-//           initial, dht (the gradient of the last state), dh0 (of the initial one) [N, H, K, V] float32
+// shapes    From backward_scores.cu, with K and V padded to multiples of 8 (width_padded_to_8): decayed q k [B, heads,
+//           T, K] and v do [B, heads, T, V], channel_decays [B, heads, NC, K], column_decays [B, heads, NC, V] float32;
+//           channel_growth, column_growth [B, heads, NC] float32: the largest sum over the chunk of one channel's
+//           (column's) gates above 0, in nats, or 0 if no gate is above 1 nat. Not padded: g, given_q, given_k [B, H,
+//           T, K], gv, given_v, given_do [B, H, T, V], the caller's arrays; initial, dht (the gradient of the last
+//           state), dh0 (of the initial one) [N, H, K, V] float32. chunk_states: every chunk's S before it, then every
+//           chunk's dS after it, in tiles of 64 x 64 (state_tile_index, backward.cuh)
 // grid      a block for every (direction, sequence, head, tile of 64 channels, tile of 64 columns), directions slowest;
 //           a warp for every 16 channels
 // smem      Stage, STAGES times: 32 tokens
@@ -21,9 +23,11 @@
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied; Stored, the type of operands in memory. A
 // product is D[16, 8] += A[16, 16] B[16, 8]: LeftData and RightData are a lane's part of A and B; load_left, and
 // load_right (two B side by side) read them from tiles, AS_STORED or TRANSPOSED. CHUNK = 64 tokens; TILE = 64 channels
-// or columns. fetch_rows (backward.cuh) starts copies of rows; WHOLE_PIECES: of 16 bytes; state_tile_index,
-// matrix_index: the places of a tile of 64 x 64 and of one of its 8 x 8 matrices in chunk_states. tokens_at: rows of an
-// array, read number by number
+// or columns. LD<Stored, TILE>: the distance of a tile's rows in shared memory. fetch_rows (backward.cuh) starts copies
+// of rows; WHOLE_PIECES: in pieces of 16 bytes, as all rows are padded. state_tile_index, matrix_index: the places of a
+// tile of 64 x 64 and of one of its 8 x 8 matrices in chunk_states. tokens_at(x, ..., first): rows of an array, read
+// number by number; its at(i, c, width): of token i and channel first + c, or 0 from c = width on. shape.count:
+// sequences of a batch row
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 
@@ -100,7 +104,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
   const int v_tile = block % v_tiles, k_tile = block / v_tiles % k_tiles, head = block / tiles % heads;
-  const int n = block / tiles / heads, b = n / int(shape.count);  // sequence, its batch row
+  const int n = block / tiles / heads, b = n / int(shape.count);  // sequence, its batch row; loops reuse both names
   const Span span = tokens_of(shape, n % shape.count);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int K = int(shape.K), V = int(shape.V);

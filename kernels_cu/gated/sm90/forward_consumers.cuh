@@ -6,11 +6,24 @@
 //           channel of K]. The producers have multiplied A and q by `scale`
 // smem      reads operands and headers, which producers write; v, copied from memory, is read and overwritten by o:
 //           Shared in forward_storage.cuh
-// barriers  mbarriers: waits for values_copied (v is in its slot) and full (a stage's operands are complete), arrives
-//           at empty (they have been read). Of a warpgroup, every chunk: o is in shared memory (SegmentState: v has
-//           been read). In a sequence's last chunk also: the rows of v after its end are 0. One more only separates two
-//           loops, see `consume`
-// numerics  S in float32; o reads S rounded to bfloat16, or to tf32 if q, k and v are float16
+// barriers  A warpgroup's timetable of a chunk. "barrier": a named one, of its 128 threads; slot: the chunk's v, then
+//           o; stage: the chunk's operands and header. forward.cu sets the mbarriers' counts
+//             wait            values_copied: v is in the slot, copied by one thread (threads_copy_rows: by all 128)
+//             barrier         only in a last chunk of fewer than 32 tokens: the slot's other rows are 0
+//             read the slot   a warp reads, and later overwrites, its own 16 columns only: no barrier is between
+//             wait            full: the stage is complete
+//             products        o = A v + q S; then, the last group, S <- diag(decay) S + k^T v. They read the stage
+//             barrier         only SegmentState: all warps have read the slot
+//             refill          thread 0: the previous chunk's o has been copied from its slot, and v is copied to it
+//             write the slot  o, when its products have ended
+//             arrive          empty, when all products have ended and row[0] has been read: a lane of every warp
+//             barrier         not SegmentState: all warps have written o
+//             store           one thread has o copied to memory; or all threads store it, in such a last chunk and if
+//                             threads_copy_rows, in which case they also refill the slot, and thread 0 did not
+//           A chunk token by token waits for full, multiplies, writes and arrives again for every fill, before that
+//           last barrier. One more barrier only separates two loops, see `consume`
+// numerics  S in float32; its product with q reads it rounded to bfloat16, or, if q, k and v are float16, cut off to
+//           tf32
 // limits    sm_90a; BK and BV of 64 or 128
 // tests     those of forward.cu; RegisterChoices: test_compile (spills, and products that run one after the other)
 #include "gated/sm90/forward_rows.cuh"
@@ -22,6 +35,11 @@
 //     is a descriptor of a swizzled tile: [N, depth] if K_MAJOR, else [depth, N]. Adding bytes / 16 to it moves the
 //     tile
 //   wgmma_fence_operand(d): keeps the compiler from moving accesses of d over it
+//   k_major_tile(tile), mn_major_tile(tile, panel): the descriptors; each 64 columns of the second lie `panel` bytes
+//     after the 64 before
+// swizzled.cuh and forward_rows.cuh:
+//   swizzled(tile, row, piece): the address of a row's 16-byte piece
+//   unpack(x, from): loads 4 neighbouring floats
 // forward_storage.cuh and forward_schedules.cuh:
 //   T: the type of q, k, v and o; G: of the gates, or ScalarDecay. BK, BV: channels and columns of a block
 //   K_RANKS: how many blocks share the channels of every chunk, each with BK channels. CHUNK_RANKS: how many make the
@@ -32,12 +50,13 @@
 //     of a stage's scores in a tile that two stages share, else 0
 //   HAS_CHANNEL_GATES: whether channels have gates of their own; false for ScalarDecay, whose decays of a chunk are all
 //     equal. SPLIT_SCORES: whether a score is stored as two numbers
-//   headers[stage].decay: of the channels of each of K_RANKS blocks, [0] first. headers[stage].row[0]: WHOLE_CHUNK; or
-//     the row of the one token whose operands the stage holds, plus MORE_FILLS if the stage will be filled again for
-//     this chunk
-//   scan.skipped_decay: of SegmentState. Before the chunks, narrow_work (forward_forgotten.cuh) has read the segment's
-//     gates from its end, and skips the tokens that decay to nothing; blocks share the others in parts. 0 if tokens
-//     right before this block's part are skipped; else 1
+//   headers[stage].decay: of the channels of each of K_RANKS blocks, [0] first. headers[stage].row[0], the only one of
+//     the array that is used: WHOLE_CHUNK; or, token by token, the row of the token whose operands the stage holds,
+//     plus MORE_FILLS if the stage will be filled again for this chunk. A first fill holds no token, and has MORE_FILLS
+//   scan.skipped_decay: of SegmentState. narrow_work (forward_forgotten.cuh) skips a segment's first tokens if they and
+//     the state before them are forgotten at its end, and cuts the others in consecutive parts, one a block. This is
+//     the decay over the tokens that are skipped right before the block's part: 0 for the first part, if there are any;
+//     else 1
 //   threads_copy_rows: whether tokens have a negative stride. Then threads copy v by v_rows and store o by Args::o;
 //     else the tensor maps `v` and `o_boxes` do
 //   args.channel: the launch's first channel
@@ -208,18 +227,22 @@ __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* fr
   mbarrier_arrive_after_copies(loaded);
 }
 
-// What an instance holds in registers, and what it computes again. No result depends on it: all were chosen by measured
-// times, spills, and faults of assemblers, which run products one after the other where other instances do so.
+// What an instance holds in registers, and what it computes again. No result depends on it. Where a reason is a spill
+// or serialised products, it is NVRTC 13.5's for the instance that is named; ms are of an H200 at 4,4096,64,128.
 template <class Schedule, typename T, typename G, int BV> struct RegisterChoices {
-  static constexpr bool ONE_BLOCK = Schedule::K_RANKS == 1;  // has all channels: half of the state of two blocks
-  // Of multiply_scores_and_state: the state has two parts; else each operand is a part.
+  static constexpr bool ONE_BLOCK = Schedule::K_RANKS == 1;  // a lane has BK / 2 numbers of S; else BK, and BK is 128
+  // Of multiply_scores_and_state: the state has two parts; else each operand is a part, which takes fewer registers.
+  // With two parts bfloat16's products of 128 channels and columns are serialised.
   static constexpr bool TWO_PARTS = ONE_BLOCK && BV == 64 && IS_BFLOAT16<T>;
-  // Whether start_products takes lane % 4 from `thread`; else from threadIdx.x, read anew.
+  // Whether start_products takes lane % 4 from `thread`; else from threadIdx.x, read anew. The other way bfloat16 took
+  // 0.431 ms for 0.426, float16 0.530 for 0.484. No times are recorded of float32 gates and of ClusterSplitK.
   static constexpr bool LANE_FROM_THREAD = ONE_BLOCK && IS_BFLOAT16<T> && sizeof(G) == 2;
-  // Whether compute_token_by_token holds the thread's numbers, and the chunk's.
+  // Whether compute_token_by_token holds the thread's numbers, and the chunk's; else it computes them again. With
+  // float32 gates, SinglePass of bfloat16 and 128 channels and columns would spill 32 bytes.
   static constexpr bool HOLDS_THREAD = ONE_BLOCK, HOLDS_CHUNK = sizeof(G) != 4;
   // Whether `consume` has a loop for ordinary chunks alone, which instructions for marks and for chunks token by token
-  // would slow down; else one loop has all chunks, as registers are too few for two.
+  // would slow down; else one loop has all chunks. With two loops ClusterSplitK of RWKV-6, float16 and float32 gates
+  // would spill 20 bytes.
   static constexpr bool TWO_LOOPS = ONE_BLOCK;
 };
 
@@ -313,7 +336,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     wgmma_commit();
   }
 
-  // Orders this thread's reads of a stage before the next copy to it by the other block of the cluster.
+  // Orders this thread's reads of a stage before the next copy to it by the other block of the cluster. Each lane calls
+  // it after its reads of decays; lane 0 again, in `release`, after its read of the header.
   __device__ __forceinline__ void order_reads_before_peer_copy() const {
     if constexpr (Schedule::CLUSTER_SIZE > 1) fence_proxy_async();
   }
@@ -378,9 +402,9 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   }
 
   // Computes a chunk token by token, after compute_chunk. The producers fill the stage again, with the operands of one
-  // row (make_tokens in forward_growth.cuh): RWKV-6 once a token; GLA twice, first with the token's decays and operands
-  // of 0, whose o of 0 is overwritten after the second fill. Because these are 32 or 64 fills, an even number, the
-  // stage's next chunk waits for the parity that it would wait for after a chunk of one fill.
+  // row (make_tokens in forward_growth.cuh): RWKV-6 and SegmentState once a token; GLA twice, first with the token's
+  // decays and operands of 0, whose o of 0 is overwritten after the second fill. Because these are 32 or 64 fills, an
+  // even number, the stage's next chunk waits for the parity that it would wait for after a chunk of one fill.
   __device__ __forceinline__ void compute_token_by_token(u32 chunk) {
     int row = MORE_FILLS;  // StageHeader::row[0]: the token's row, plus MORE_FILLS unless this is the last fill
 #pragma unroll 1

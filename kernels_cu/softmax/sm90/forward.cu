@@ -20,8 +20,8 @@
 // limits    sm_90a; float16 or bfloat16; rows of whole 16 bytes; the template's K of 64, 128, 192, V of 64, 128, at
 //           most K. A call may have fewer channels or columns (args.V): copies fill the rest of a tile with zeros
 // order     Statements that neither data nor a comment bind to a place stand where the kernel is fastest
-// tests     test_softmax_attention; its backend `hopper` computes a product only when it is waited for, and lets the
-//           producer go on as soon as a barrier does: a wait or a release in a wrong place changes results.
+// tests     test_softmax_attention; its backend `hopper` computes a product only when it is waited for, and runs the
+//           producer as far ahead as barriers allow: a wait or a release in a wrong place changes results.
 //           test_compile: no spills, no product that the assembler serialises, no write to a running product's operand
 #include "softmax_sm90.cuh"
 
@@ -30,8 +30,12 @@
 //     issue_weighted_sum(sum, a, tile, accumulates): sum = a @ tile, or sum += a @ tile. Each is a group of its own.
 //     wait_for<N>(sum): waits until the N latest groups at most run; `sum` is complete then
 //   wgmma_fence_operand(x): the compiler moves no access of x over it
-//   round_operands(a, x): sums x, rounded, as the operand of a product over their columns
+//   round_operands(a, x): sets a, the left operand of a product over x's columns, to the accumulators x, rounded
+//   init_stages<WARPS>(full, empty): `full` waits for the producer and the announced bytes, `empty` for WARPS warps
 //   release(barrier): this warp arrives at a barrier that lets the producer overwrite what the warp has read
+//   PendingStore: of a warp's last store_rows. begin() notes it. release(barrier), if it is noted: lane 0 waits until o
+//     has been read from shared memory (tensor_store_wait), and arrives at the barrier; then it is noted no more. Other
+//     lanes do nothing
 //   consume_and_produce: makes thread 0's barriers visible to all. Then the consuming warpgroups call the first
 //     function, and a thread of the next warpgroup the second, with the given numbers of registers
 //   prefetch_work(to, next) starts copying the entry at `next` to shared memory; `next` then is the block's next entry.
@@ -41,12 +45,13 @@
 //     16 of the warpgroup's 64 rows from `row` on. Boxes move them; or, if some are no tokens of `work`, the lanes do
 //   zero_rows: zeros in rows of other sequences. Every warpgroup writes all of them, so that none waits for another
 //   needs_mask<ROWS, COLUMNS>: whether one of ROWS queries does not see one of COLUMNS keys
-//   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift). factor:
-//     |scale| log2 e; if |m| > 2^27, that rounded up to a power of two, so that factor x is exact. shift: factor times
-//     the x of the largest score, or, while the row has no key, NONE, a finite number below all scores. {scale} has
-//     this factor and NONE. raise(x, scale, slack): sets m to the score of x if m grows by more than `slack`, and
-//     returns the factor for earlier weights: 1 if m stays, 0 if m was NONE. score_of(shift, scale): m from `shift`,
-//     which tells by its size whether the factor was rounded
+//   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift), with `factor`
+//     |scale| log2 e and `shift` m: factor times the x to which m was raised last, or NONE, a finite number below all
+//     scores, while the row has no key. RowMaximum{scale} is that of a row without a key. raise(x, scale, slack): sets
+//     m to the score of x if m grows by more than `slack`, and returns the factor for earlier weights: 1 if m stays, 0
+//     if m was NONE. If |m| > 2^27, `factor` is the next power of two, and factor x exact: scores this large differ by
+//     2^3 or more, so that by either factor other weights are at most 2^-8 of the largest. score_of(shift, scale) is m
+//     also then
 //   row_end(m, sum, sink): a RowEnd, of `factor`, by which o is multiplied (1 / the sum of all weights about m, 0 if
 //     the row sees no key), and `logarithm`, log2 sum_j e^s_ij
 //   Work: a tile of queries. `start`: its first token in q; `other_...`: the sequence of keys; `first_tile`, `tiles`:
@@ -139,7 +144,7 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   constexpr bool TURNS = WARPGROUPS == 3;  // warpgroups issue their products in turn
   const int warpgroup = warp_uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows
-  // |scale| log2 e, of products or tanh, and above 0: its product with a masked score, -inf, is not NaN.
+  // |scale| log2 e, of products or tanh, but at least 1e-37: 0 times a masked score, -inf, would be NaN.
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
   const bool negative = opaque(u32(args.scale < 0));  // else the loop would compare float64 again
   const float tanh_scale = scale_over_cap(args.scale, args.softcap);
@@ -155,7 +160,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   int valid_values;            // keys in the tile of v that is multiplied next; the rest belongs to other sequences
 
   // With three warpgroups each issues the two products of a loop's iteration while the others issue none. The first
-  // scores, before the loop, and the last product with v, after it, wait for no turn.
+  // scores, before the loop, and the last product with v, after it, wait for no turn. Warpgroup 2 passes the first turn
+  // before the loop; for the turn that it passes last, no warpgroup waits.
   auto take_turn = [&] {
     if (TURNS) named_barrier_sync(FIRST_TURN_BARRIER + warpgroup, 256);
   };
@@ -171,8 +177,6 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     if (valid_values < KEYS) zero_rows(s.v[v.stage], valid_values, warpgroup);
     issue_weighted_sum(o, weights, s.v[v.stage], accumulates);
   };
-  // Called at the start of a branch of the whole warpgroup: the assembler moves a wait to the start of its basic block,
-  // and so before the softmax that is to run during the product.
   auto wait_for_values = [&] {
     wait_for<0>(o);
     release(s.v_empty[v.stage]);
@@ -269,6 +273,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
     const float previous_shift[2] = {maximum[0].shift, maximum[1].shift}, previous_sum[2] = {sum[0], sum[1]};
     if (next_is_new_tile) maximum[0].shift = maximum[1].shift = RowMaximum::NONE, sum[0] = sum[1] = 0.f;
     weigh_scores();
+    // Both branches begin with the same call: the assembler moves a wait to the start of its basic block. In this block
+    // that would be before weigh_scores, which is to run during the product.
     if (next_is_new_tile) {
       wait_for_values();
       finish_tile(previous_q_stage, previous_shift, previous_sum);
