@@ -118,7 +118,7 @@ def kda_gate(x: Array, A_log: Array, dt_bias: Array | None = None, lower_bound: 
     ----------
     x : [..., H, K]
         What the projection gives; g goes to `kda` with ``layout="bthd"``.
-    A_log : [H], dt_bias : [H, K] or [H K]
+    A_log : [H], dt_bias : [H, K], or flat, [H * K]
         The layer's parameters; without dt_bias it is 0.
     lower_bound : float, optional
         What no gate is below: -5 in models that have it.

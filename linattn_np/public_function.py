@@ -41,7 +41,7 @@ def entry_of_arrays(op: Op) -> str:
     """The entry of a step's arrays in a docstring: their axes, and the operator that describes them."""
     names_by_axes: dict[str, list[str]] = {}
     for name in op.arrays:
-        names_by_axes.setdefault(op.callers_axes(name, 1), []).append(name)
+        names_by_axes.setdefault(op.callers_axes(name, groups=1), []).append(name)
     shapes = ", ".join(f"{', '.join(names)} : [{', '.join(axes.split())}]" for axes, names in names_by_axes.items())
     gates = f"; {' and '.join(op.decays)} is the natural log of the decay" if op.decays else ""
     return f"{shapes}\n    As in `{op.name.removesuffix('_step')}`, without the time axis{gates}."
@@ -50,7 +50,8 @@ def entry_of_arrays(op: Op) -> str:
 def defined(op: Op, signature, compute, namespace) -> Callable[..., Any]:
     """A function with this signature that returns ``compute(op, arrays, **options)``, in the module of that namespace.
 
-    It is made from source text: a call then costs no more than if the text were in a file.
+    It is made from source text: a call then costs no more than if the text were in a file. So the text of every default
+    and annotation must be an expression that the namespace can evaluate.
     """
     positional = [x.name for x in signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     keywords = [f"{name}={name}" for name in signature.parameters if name not in positional]

@@ -49,11 +49,12 @@ an array without an axis T, whose gradient is the sum over all ranks.
 
 A rank has tokens a+1 ... b. They turn the state S_a before them into ``S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F``,
 where F is their final state if they start from zero (Yang et al., "Gated Linear Attention Transformers with
-Hardware-Efficient Training", 2024, section 4, which writes this for chunks). Of a delta rule the factor of S_a is a
-matrix [K, K]. Every rank computes F and the factor, and sends both to all ranks by one all-gather. Then each rank
-computes its own S_a, and from it its o. A head's message is K * V floats for F, and for the factor K more, or 1 if the
-channels share a gate, or K * K of a delta rule; a normaliser adds K. Besides, ranks send only a digest of the call, and
-final states if these are asked for.
+Hardware-Efficient Training", 2024, section 4, which writes this for chunks). Gates of columns multiply S_a from the
+right in the same way. Of a delta rule the factor of S_a is a matrix [K, K]. Every rank computes F and the factor, and
+sends both to all ranks by one all-gather. Then each rank computes its own S_a, and from it its o. A head's message is
+K * V floats for F, and for the factor K more, or 1 if the channels share a gate, V more for gates of columns, or K * K
+of a delta rule; a normaliser adds K. Besides, ranks send only a digest of the call, and final states if these are asked
+for.
 """
 EXAMPLE = """
 >>> import numpy as np, linattn_np
@@ -89,7 +90,7 @@ def compute(op: Op, inputs, **options):
 
 def documentation(op: Op, names) -> str:
     """The docstring of `linattn_np`'s operator, changed for several ranks; `names` are the parameters."""
-    doc = Docstring(OPS[op].__doc__)
+    doc = Docstring(OPS[op].__doc__)  # OPS: {declaration: public function}
     _, _, equation = doc.head.partition("\n\n")
     doc.head = f"`linattn_np.{op.name}` of a sequence whose tokens lie on several ranks, in their order.\n\n{equation}"
     doc.replace_entries(PARAMETERS, names)
@@ -123,9 +124,9 @@ def vjp(op, *arrays, **arguments):
     `initial_state`, if there is one, the same on every rank. The gradient of an array without an axis T, as rwkv6's u,
     is the sum over all ranks; with ``summed=False`` it is that of this rank's tokens, which spares a message.
 
-    Each rank computes dF by the operator itself, backwards in time; or by the backward pass, for an operator with a
-    normaliser or with gates for channels and for columns, and for a delta rule. One all-gather of the same size as the
-    operator's follows, then the backward pass.
+    Each rank computes dF by the operator itself, backwards in time, with q in the place of k and do in that of v; or by
+    the backward pass, for an operator with a normaliser or with gates for channels and for columns, and for a delta
+    rule. One all-gather of the same size as the operator's follows, then the backward pass.
 
     Example
     -------

@@ -3,6 +3,8 @@
 Autograd records `Compute` and `ComputeGradients`. When torch traces or transforms a call, they call the custom
 operators `torch.ops.linattn_np.forward` and `.backward`. The arguments of these are tensors and the rest of the call as
 text, so that a compiled graph can contain them. For `vmap`, and for shapes without a computation, they have rules.
+
+`torch.differentiable` makes the `Call`, and applies `Compute` where torch.compile traces, else `ComputeNow`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Call:
         """The call as text, for the custom operators. ContractTypeError if an argument is a tensor."""
         for name, x in self.arguments.items():
             if isinstance(x, torch.Tensor):
-                wanted = "where torch records a graph, expected numbers: x.tolist(), read outside of it, is a list"
+                wanted = "where torch records a graph, expected numbers: pass x.tolist(), read outside of the graph"
                 self.operator.declared.refuse(name, f"is a tensor {wanted}", ContractTypeError)
         return repr((self.operator.declared.name, self.counts, [(n, as_literal(x)) for n, x in self.arguments.items()]))
 
@@ -79,8 +81,8 @@ class Call:
             arrays, state, arguments, (do, *dht) = self.taken_apart(as_cupy(tensors))
             return tuple(map(tensor, self.operator.gradients(arrays, state, arguments, do, dht)))
 
-    def outline(self, tensors):
-        """[o, *parts of the final state] as `blank` arrays, which have the right shapes and dtypes."""
+    def blank_results(self, tensors):
+        """[o, *parts of the final state] as `blank` arrays: of the right shapes and dtypes, without numbers."""
         arrays, state, arguments, _ = self.taken_apart([blank_of(x) for x in tensors])
         return outline(self.operator.declared, arrays, state, arguments, "torch")[1]
 
@@ -110,7 +112,8 @@ def operator_named(name) -> Operator:
 
 
 def unchangeable(x):
-    """An argument that the caller can no longer change: arrays are copied, lists become tuples."""
+    """An argument that the caller can no longer change: a copy of an array, a tuple of a list, and of a tensor on the
+    host a NumPy array, unless torch records a graph."""
     if isinstance(x, torch.Tensor) and not accepted_arrays.recorded(torch) and (numbers := host_array(x)) is not None:
         x = numbers
     return x.copy() if isinstance(x, np.ndarray) else tuple(x) if isinstance(x, list) else x
@@ -142,7 +145,7 @@ def is_recorded() -> bool:
 def graph_text(call) -> str | None:
     """The text of the call if the custom operator must compute it, else None.
 
-    call : a `Call`, or its text. A `Call` that was made before torch began to record is also recorded
+    call : a `Call`, or its text. Whether torch records is asked now: it may have begun after the `Call` was made
     """
     return call if isinstance(call, str) else call.text() if is_recorded() else None
 
@@ -196,7 +199,7 @@ class Compute(torch.autograd.Function):
 
 
 class ComputeNow(Compute):
-    """`Compute` outside of compiled graphs; it refuses forward mode, a rule that compiled graphs do not allow."""
+    """`Compute` outside of compiled graphs. Its `jvp` refuses forward mode; torch.compile refuses any `jvp`."""
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -223,10 +226,10 @@ class ComputeGradients(torch.autograd.Function):
 
 
 # -- custom operators, for graphs -------------------------------------------------------------------------------------
-def graph_operator(name, compute, outline):
+def graph_operator(name, compute, shapes):
     """A torch custom operator on tensors and a call's text.
 
-    Its results are ``compute(call, tensors)``; ``outline(tensors, call)`` gives empty tensors of their shapes.
+    Its results are ``compute(call, tensors)``; ``shapes(tensors, call)`` gives empty tensors of their shapes.
     `torch.func.vmap` computes the elements one after the other.
     """
 
@@ -242,14 +245,14 @@ def graph_operator(name, compute, outline):
 
     schema = "(Tensor[] tensors, str call) -> Tensor[]"
     operator = library.custom_op(f"linattn_np::{name}", run, mutates_args=(), schema=schema)
-    operator.register_fake(outline)
+    operator.register_fake(shapes)
     operator.register_vmap(run_mapped)
     return operator
 
 
 def shapes_forward(tensors, call):
     """Empty tensors with the shapes and dtypes of `Call.run`'s results."""
-    results = Call.of_text(call).outline(tensors)
+    results = Call.of_text(call).blank_results(tensors)
     return [tensors[0].new_empty(x.shape, dtype=TORCH_DTYPES[x.dtype]) for x in results]
 
 

@@ -44,7 +44,11 @@ class Model:
     numpy_layers : the class of its layers in NumPy
     layout : the class of its parameters' layout in a training
     folder : the name of its package, with the modules `numba_layers`, `cuda_decode`, `grad` and `cuda_grad`
-    title, beside : as in `protocols.Trainable`; `beside` is empty, as all weights are trained
+    title : what is trained, in words, as in `protocols.Trainable`
+    beside : a digest of the weights that are not trained; empty, as all are trained
+
+    Of its `layers`, such as `NumpyLayers`, it uses logits, hidden, turn, zeros, asarray, Array, dtype, state_dtype and
+    initial_wkv.
     """
 
     version: ClassVar[Version]
@@ -71,7 +75,10 @@ class Model:
     @classmethod
     @signals_held()
     def module(cls, name: str) -> ModuleType:
-        """A module of the version's package, imported when it is first needed, as Numba and CuPy import slowly."""
+        """A module of the version's package, imported when it is first needed, as Numba and CuPy import slowly.
+
+        Signals wait, as a handler's exception could leave half of an import behind.
+        """
         return import_module(f"{cls.folder}.{name}")
 
     @classmethod
@@ -93,7 +100,10 @@ class Model:
 
     @classmethod
     def loss(cls, weights, tokens, products, dropout, **options) -> tuple[Any, Callable]:
-        """The loss and its pullback, by the version's `grad.loss`, or on a device by its `cuda_grad.loss`."""
+        """The loss and its pullback, by the version's `grad.loss`, or on a GPU by its `cuda_grad.loss`.
+
+        products : the matrix products, of `training_products`
+        """
         module = cls.module("grad" if isinstance(products, HostProducts) else "cuda_grad")
         return module.loss(weights, tokens, products, dropout, **options)
 
@@ -103,7 +113,8 @@ class Model:
         `byte_counter`'s function); NotSupported, with the reason, if the GPU cannot be used."""
         if device == "cpu":
             return partial(cpu_layers, cls)
-        # Imports come before the check: another thread may open the device meanwhile (`devices.open_beside`).
+        # Imports come before the check to gain time: another thread may open the device meanwhile
+        # (`devices.open_beside`).
         layers = cls.cuda_layers() if find_spec("cupy") else None
         check_device(cls.version.owner, device)
         assert layers
@@ -151,7 +162,7 @@ class Model:
         """The model of `weights`, which the caller has read from `path`; errors begin with the path."""
         try:
             return cls(weights, **options, config=checkpoint.config(path))
-        except NotSupported:
+        except NotSupported:  # a ContractError about the GPU, not about the file
             raise
         except ContractError as error:
             raise type(error)(f"{path}: {error}") from None
@@ -286,7 +297,7 @@ class Model:
 
     def stream(self, prompt, sampler):
         """The generator of `generate`, which has checked the prompt before the first token is asked for."""
-        rest, state = read(self, prompt)
+        rest, state = read(self, prompt)  # rest: the prompt's last tokens, which the state does not contain yet
         tokens = [rest]
         while True:
             logits, state = self.forward(tokens, state, last=True)
@@ -298,7 +309,8 @@ class Model:
         """A context manager for work on arrays of the model's device, which other threads or streams may use, too.
 
         On the GPU one thread at a time can be in it, and its stream first waits for the work that other threads have
-        enqueued in theirs. `forward` and all other methods enter it by themselves, so several threads may call them.
+        enqueued in theirs. All other methods enter it by themselves, or those of `layers` that they call do: so several
+        threads may call them.
         """
         return self.layers.turn()
 
@@ -310,6 +322,7 @@ class Model:
 
     def on_device(self, state: State, rows: int | None = None) -> State:
         """`state` on this device, in this `state_dtype`; its sizes must be the model's, with `rows` rows if given."""
+        # wkv=None: of any dtype that a state may have
         check_state(state, self.state_sizes(rows), wkv=None, refuse=self.version.refuse)
         self.version.check_number(state.version, "state")
         with self.turn():
@@ -322,7 +335,7 @@ class Model:
         """`tokens` as int64 [B, T] on the host, after checking that each is within the vocabulary."""
         try:
             ids = array_on_host("tokens", tokens, self.version.refuse)
-        except ContractError:
+        except ContractError:  # a ValueError, too, but it says what is wrong
             raise
         except ValueError:
             lengths = [len(row) for row in tokens]
@@ -383,7 +396,10 @@ class Model:
 
 
 def byte_counter(weights, progress):
-    """A function that must be called with each array once it is loaded; it calls progress(bytes so far, all bytes)."""
+    """A function that must be called with each array once it is loaded; it calls progress(bytes so far, all bytes).
+
+    Norms' eps, which may be among the weights, are not loaded as an array.
+    """
     done, total = 0, sum(array.nbytes for name, array in weights.items() if name != NORM_EPS_NAME)
 
     def loaded(array):
