@@ -104,7 +104,10 @@ def targets(instances):
 #                       sm_90   bfloat16 200
 #                       sm_100  bfloat16 156, its SegmentState 8, x3 76
 #   delta/kda_backward_chunks  sm_120  what it keeps of pairs, at 255 registers
-#   delta/backward_states  sm_90, sm_100  256 channels, two writes a token, or no outputs: two numbers once a chunk
+#   delta/backward_states  sm_80   256 channels, two writes, with outputs: RWKV-7's, which no such card runs, as
+#                                  delta/dplr_prepare has no room there
+#                          sm_90   two writes 44, float32 8, both of 256 channels with outputs: once a chunk
+#                          sm_100  256 channels, two writes, or no outputs: two numbers once a chunk
 #   delta/backward_chunks  sm_90, sm_100  256 channels, 512 threads of 128 registers; float32 needs most
 # Of others gated/forward's SplitChannels on sm_90 (64 channels and columns, x3: 8 and 32) and sm_80 (64 and 128, RWKV-6
 # in bfloat16: 8), and value_gate/forward on sm_90 (64 channels, bfloat16: 8).
@@ -116,7 +119,8 @@ SPILLED = {
     ("gated/forward", "sm_80"): 8,
     ("gated/forward", "sm_90"): 120,
     ("gated/forward", "sm_100"): 144,
-    ("delta/backward_states", "sm_90"): 20,
+    ("delta/backward_states", "sm_80"): 192,
+    ("delta/backward_states", "sm_90"): 44,
     ("delta/backward_states", "sm_100"): 16,
     ("delta/backward_chunks", "sm_90"): 352,
     ("delta/backward_chunks", "sm_100"): 280,
