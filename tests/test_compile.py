@@ -108,7 +108,9 @@ def targets(instances):
 #                                  delta/dplr_prepare has no room there
 #                          sm_90   two writes 44, float32 8, both of 256 channels with outputs: once a chunk
 #                          sm_100  256 channels, two writes, or no outputs: two numbers once a chunk
-#   delta/backward_chunks  sm_90, sm_100  256 channels, 512 threads of 128 registers; float32 needs most
+#   delta/backward_chunks  sm_90   256 channels, 512 threads of 128 registers: float32 352, half precision 36; its 128
+#                                  channels 16
+#                          sm_100  256 channels: float32 up to 280, half precision 8
 # Of others gated/forward's SplitChannels on sm_90 (64 channels and columns, x3: 8 and 32) and sm_80 (64 and 128, RWKV-6
 # in bfloat16: 8), and value_gate/forward on sm_90 (64 channels, bfloat16: 8).
 # All of this is NVRTC 13.5's. 13.0, which torch's wheels bring, also spills 8 to 76 bytes where 13.5 does not.
