@@ -237,8 +237,9 @@ template <class Schedule, typename T, typename G, int BV> struct RegisterChoices
   // Whether start_products takes lane % 4 from `thread`; else from threadIdx.x, read anew. The other way bfloat16 took
   // 0.431 ms for 0.426, float16 0.530 for 0.484. No times are recorded of float32 gates and of ClusterSplitK.
   static constexpr bool LANE_FROM_THREAD = ONE_BLOCK && IS_BFLOAT16<T> && sizeof(G) == 2;
-  // Whether compute_token_by_token holds the thread's numbers, and the chunk's; else it computes them again. With
-  // float32 gates, SinglePass of bfloat16 and 128 channels and columns would spill 32 bytes.
+  // Whether compute_token_by_token holds the thread's numbers, and the chunk's; else it computes them again. If
+  // it held the chunk's, SinglePass of bfloat16, float32 gates and 128 channels and columns would spill 32 bytes. If it
+  // held the thread's, ClusterSplitK would spill nothing: an earlier kernel did.
   static constexpr bool HOLDS_THREAD = ONE_BLOCK, HOLDS_CHUNK = sizeof(G) != 4;
   // Whether `consume` has a loop for ordinary chunks alone, which instructions for marks and for chunks token by token
   // would slow down; else one loop has all chunks. With two loops ClusterSplitK of RWKV-6, float16 and float32 gates
