@@ -114,23 +114,6 @@ def test_what_grows_on_both_sides_of_a_strong_decay(device, rng, monkeypatch, op
         assert_close("dg", found[:, :, first : first + 10], wanted[:, :, first : first + 10], BFLOAT16)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=("float32", "bfloat16"))
-@pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
-def test_what_one_column_forgets_another_remembers(device, rng, monkeypatch, op, dtype):
-    """The second segment writes to the first half of the columns alone, so the others keep the first segment's."""
-    for name in ("segments_that_fill", "cheapest_forward_count", "summarised_segments", "cheapest_backward_count"):
-        monkeypatch.setattr(cuts, name, lambda *sizes: 3)
-    call = drawn(op, rng, dtype, K=64, V=256, lengths=(1536,))
-    (_, _, v, g), call.dht[...] = call.arrays[:4], 0
-    g[...] = 0
-    g[:, :, 960:1024], g[:, :, 1024:1088] = -1, 1
-    v[:, :, 512:, 128:], call.do[:, :, :1088], call.do[..., :128] = 0, 0, 0
-    found, wanted = call.results(device) | call.gradients(device), call.exact()
-    for name in ("o", f"d{[*op.arrays][0]}"):
-        assert_close(name, found[name][:, :, 1088:, -64:], wanted[name][:, :, 1088:, -64:], dtype)
-
-
 @pytest.mark.parametrize("gate", (0.0, 0.5))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_a_part_of_dg_that_float16_would_not_hold(device, rng, op, gate):

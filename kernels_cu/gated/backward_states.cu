@@ -21,9 +21,7 @@
 //           channels of the block have forgotten at the end of the walk: the gates walked after them sum to -48
 //           (FORGOTTEN_NATS) or less, and none of these is positive. The segment's decays are then stored as 0. If a
 //           number of the result is below 2^21 times the decay of what was left out, it may not hide that
-//           (hides_forgotten; later gates multiply both alike): the block walks once more, and leaves out nothing. The
-//           block that stores the decays, of columns 0 on, leaves out nothing if V > BV, since other columns may need
-//           what it has forgotten
+//           (hides_forgotten; later gates multiply both alike): the block walks once more, and leaves out nothing
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
 // limits    BV of 64, 128; summaries of two segments or more
 //
@@ -208,7 +206,7 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
     cp_async_commit();
   };
   int first_step = 0;
-  if (summarises && may_forget && (work.v_tile > 0 || V <= BV) && steps >= STEPS_WORTH_READING)
+  if (summarises && may_forget && steps >= STEPS_WORTH_READING)
     first_step = first_remembered<T, G, BV>(s, steps, channel, K, [&](int step, int stage) {
       if (step >= 0) fetch_gates(step, stage);
       cp_async_commit();

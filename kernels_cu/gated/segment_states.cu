@@ -19,8 +19,7 @@
 //             at one more: each number of S is at least 2^21 times the decay over the gates read, of which an earlier
 //             state of size 1 would thus add at most 5e-7 (hides_forgotten in tensor.cuh). Gates of later segments
 //             multiply both alike
-//           The segment's decay is then 0: the state before the segment is dropped, too, in all columns. So the block
-//           that stores the decay never stops if there are other columns than its own, which S may not hide
+//           The segment's decay is then 0: the state before the segment is dropped, too
 // numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
 //           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key
 //           times the decay may still be in it: then the decay is two factors (multiply_by_half). Tokens that are left
@@ -268,13 +267,12 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     }
     return hides;
   };
-  const bool may_stop = work.first_column > 0 || shape.V <= BV;
   int step = 0;
 #pragma unroll 1
   for (; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
-    const bool remembered = !may_stop || first_lane && has_positive_gate ||
-                            !(later_gates[0] <= FORGOTTEN_NATS && later_gates[1] <= FORGOTTEN_NATS);
+    const bool remembered =
+        first_lane && has_positive_gate || !(later_gates[0] <= FORGOTTEN_NATS && later_gates[1] <= FORGOTTEN_NATS);
     // This step has been copied; the previous one, whose stage is filled next, has been read.
     if (!__syncthreads_or(remembered) && !__syncthreads_or(!hides_earlier_steps())) break;
     fetch(step + STAGES - 1);
