@@ -18,7 +18,7 @@ inline void arrive_at_block(MBarrier& b, u32 rank, emulator::Where where = emula
   EMULATOR_CHECK(int(rank) < emulator::cluster, "arrive_at_block %u of %d (%s:%d)", rank, emulator::cluster, where.file,
                  where.line);
   emulator::phases("arrive_at_block", b, where);
-  emulator::in_block(rank, &b, [&](MBarrier* there) { mbarrier_arrive(*there, where); });
+  emulator::in_block(rank, &b, [&](MBarrier* there) { emulator::arrive_once(*there, where); });
 }
 
 inline void tensor_load_to(u16 blocks, void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token, i32 head,
