@@ -25,7 +25,7 @@ DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32",
 REAL, WHOLE = (int, float), (int,)
 SAMPLING = {"temperature": REAL, "top_p": REAL, "top_k": WHOLE, "min_p": REAL, "presence": REAL, "frequency": REAL}
 SAMPLING |= {"fading": REAL, "repetition": REAL, "seed": WHOLE}
-MAX_LOADED_TWICE = 1 << 26  # the most bytes of a checkpoint that is loaded twice, see `begins_on_numpy`
+MAX_LOADED_TWICE = 1 << 26  # a checkpoint of fewer bytes is loaded twice, see `begins_on_numpy`
 
 
 # -- the model --------------------------------------------------------------------------------------------------------

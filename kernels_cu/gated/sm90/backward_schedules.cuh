@@ -5,7 +5,7 @@
 // tests     test_gradient_segments; the rest of those of backward_queries.cu
 //
 // From warpgroup.cuh: WorkTile, a head of a sequence or segment, with its batch row, head, first token and tokens;
-// work_tile, that of block number n. From tensor.cuh: FORWARDS, BACKWARDS, the values of a template's argument
+// work_tile, that of block number (sequence or segment) * H + head. `bool BACKWARDS` of a template: of the second pass
 #include "gated/sm90/decays.cuh"
 
 // The segment of a sequence that a block of a pass computes; WorkTile::sequence counts segments, P of each sequence.
@@ -14,8 +14,8 @@
 //   first pass, forwards       0 | 1 2
 //   second pass, backwards     0 1 | 2
 // So only the pass's first segment needs a summary: the state that it leaves if it starts from zero
-// (backward_segments.cu). In the grid the blocks of two segments come first. last_sequence_head: the sequence_head of
-// the block's last segment in time; WorkTile::sequence_head: that of its first one.
+// (backward_segments.cu). In the grid the blocks of two segments come first. WorkTile::sequence_head is the number that
+// work_tile was given, of the first segment in time; last_sequence_head: that of the block's last one.
 struct Segment : WorkTile {
   i64 last_sequence_head;
 };
@@ -72,7 +72,8 @@ __device__ __forceinline__ void each_segment(const Args& args, F f) {
   }
 }
 
-// Iterates over the chunks of all sequences of an InTurn block; in shared memory, since registers are scarce.
+// Iterates over the chunks of all sequences of an InTurn block. Whoever has one keeps it in shared memory, since
+// registers are scarce.
 template <bool BACKWARDS> struct Cursor {
   WorkTile work;
   u32 block;  // the segment's number; after the last chunk it is all_segments or more
