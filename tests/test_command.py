@@ -21,7 +21,7 @@ from test_examples import AUSTEN, ENVIRONMENT
 import linattn_np
 from linattn_np.__main__ import main
 from linattn_np.backends.numpy import cores
-from linattn_np.command import COMMANDS, bench, blas_threads, cards, compare, info, measuring, quantise, train
+from linattn_np.command import COMMANDS, bench, blas_threads, cards, compare, info, measuring, quantise, terminal, train
 from linattn_np.command.terminal import Parser
 from linattn_np.models import Bytes, austen, devices, example
 
@@ -97,7 +97,7 @@ def test_reasons_are_told_to_those_who_ask(capsys, monkeypatch):
     def missing(owner, device):
         raise linattn_np.NotSupported("no card is here")
 
-    monkeypatch.setattr(train, "check_device", missing)
+    monkeypatch.setattr(terminal, "check_device", missing)
     monkeypatch.setattr(train, "start", lambda *_: [][0])
     words = ["train", "--text", "x", "--out", "y"]
     code, _, err = called(capsys, *words)

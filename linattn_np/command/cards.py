@@ -28,11 +28,8 @@ def devices(wanted) -> int:
         return 0
     if not may_be_several():
         return 1
-    pipe, child_pipe = multiprocessing.Pipe(duplex=False)
-    process = start_method().Process(target=tell_devices, args=(child_pipe, os.getpid()), daemon=True)
-    with no_signals():
-        process.start()  # another process, since those forked from one that has loaded the driver cannot use it
-    child_pipe.close()
+    # Another process, since those forked from one that has loaded the driver cannot use it.
+    process, pipe = started(start_method(), tell_devices)
     try:
         return pipe.recv()
     except EOFError:
@@ -52,6 +49,20 @@ def start_method():
     anew, if this process has threads or CUDA's driver, or runs on macOS, whose libraries do not work after a fork."""
     plain = sys.platform == "linux" and threading.active_count() == 1 and not uses_cuda()
     return multiprocessing.get_context("fork" if plain else "spawn")
+
+
+def started(context, function, *arguments):
+    """(a new process that calls function(*arguments, pipe, number of this process), this process's end of the pipe).
+
+    context : what `start_method` returns
+    function : it calls `begin_for` first
+    """
+    pipe, other_end = context.Pipe()
+    process = context.Process(target=function, args=(*arguments, other_end, os.getpid()), daemon=True)
+    with no_signals():
+        process.start()
+    other_end.close()  # so that the pipe ends when the process ends
+    return process, pipe
 
 
 def use(number, options):
@@ -99,13 +110,9 @@ class Cards:
         if self.context is None:
             self.context = start_method()
             self.taken = self.context.Value("q", 0)  # how many texts processes have taken
-        with no_signals():
+        with no_signals():  # so that `__exit__` finds every process
             for card in range(len(self.started), count):
-                pipe, child_pipe = self.context.Pipe()
-                arguments = card, self.ahead, self.taken, child_pipe, os.getpid()
-                process = self.context.Process(target=work, args=arguments, daemon=True)
-                process.start()
-                child_pipe.close()  # so that the pipe ends when the process ends
+                process, pipe = started(self.context, work, card, self.ahead, self.taken)
                 self.started[pipe] = card, process
 
     def spread(self, prepare, count, texts):

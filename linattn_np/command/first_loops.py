@@ -2,14 +2,12 @@
 computes the first text.
 """
 
-import multiprocessing
-import os
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from .. import NotSupported
-from .cards import begin_for, no_signals, start_method
+from .cards import begin_for, start_method, started
 from .signals import Ended
 from .terminal import TICK, bar, status, ticking, to_stderr
 
@@ -78,12 +76,7 @@ class LoopsBeside:
 
     def __init__(self, new_model):
         self.new_model = new_model
-        self.pipe, child_pipe = multiprocessing.Pipe(duplex=False)
-        arguments = new_model, child_pipe, os.getpid()
-        self.process = start_method().Process(target=compile_beside, args=arguments, daemon=True)
-        with no_signals():
-            self.process.start()
-        child_pipe.close()
+        self.process, self.pipe = started(start_method(), compile_beside, new_model)
 
     def hasten(self, model):
         """Gives the model layers of Numba's loops, if the process has ended."""

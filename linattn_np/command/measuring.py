@@ -9,10 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from .. import NotSupported
 from ..array_kinds import BFLOAT16
-from ..models.devices import check_device
-from .terminal import status
+from ..models.array_math import sigmoid
+from .terminal import device_of, status
 
 CALLS = 5  # of which `median_ms` is the median
 COPIED = 1 << 28  # bytes of the copy that `ms_of_a_byte` times
@@ -86,15 +85,7 @@ class Cuda:
 
 def chosen(name):
     """The device of the option --device; NotSupported if "cuda" cannot be used."""
-    if name == "cpu":
-        return Cpu()
-    try:
-        check_device("argument --device", "cuda")
-    except NotSupported:
-        if name == "cuda":
-            raise
-        return Cpu()
-    return Cuda()
+    return Cpu() if device_of(name, "argument --device") == "cpu" else Cuda()
 
 
 def drawn(device, op, **sizes) -> list:
@@ -115,9 +106,6 @@ def contracting(arrays, xp):
 
     def unit(x):
         return x / xp.linalg.norm(x, axis=-1, keepdims=True)
-
-    def sigmoid(x):
-        return 1 / (1 + xp.exp(-x))
 
     if "beta" in arrays:
         return arrays | {"k": unit(arrays["k"]), "beta": sigmoid(arrays["beta"])}

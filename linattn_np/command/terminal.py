@@ -13,8 +13,10 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 
+from .. import NotSupported
 from ..argument_checks import whole_of
 from ..models.checkpoint import located
+from ..models.devices import check_device
 from ..models.files import check_writable, same_file
 from ..models.number_checks import shown
 from .signals import Ended, handled
@@ -308,6 +310,21 @@ def add_device(add):
         default="auto",
         help="auto: cuda where CuPy can use it, else cpu (default)",
     )
+
+
+def device_of(wanted, owner) -> str:
+    """The device for the option --device, "cpu" or "cuda". NotSupported if "cuda" is `wanted` and cannot be used; its
+    text begins with `owner`."""
+    if wanted == "cpu":
+        return "cpu"
+    try:
+        check_device(owner, "cuda")
+    except NotSupported as why:
+        if wanted == "cuda":
+            raise
+        details(str(why))
+        return "cpu"
+    return "cuda"
 
 
 def add_tokenizer(add):

@@ -23,11 +23,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .. import ContractError, NotSupported
+from .. import ContractError
 from ..distributed import DataParallel, RankLost, SequenceParallel, connect
 from ..models import Bytes, corpus
 from ..models.checkpoint import located, read
-from ..models.devices import check_device, on_host
+from ..models.devices import on_host
 from ..models.files import check_writable, lock, same_file
 from ..models.fine_tuning import Base, LowRank, States, Whole
 from ..models.rwkv.model import Model
@@ -39,7 +39,7 @@ from .blas_threads import blas_for, where
 from .first_loops import before_compiling, compiling
 from .option_values import tokenizer_of
 from .signals import Ended, deferred
-from .terminal import add_device, add_tokenizer, bar, details, error_line, how_to_write, integer, status, to_stderr
+from .terminal import add_device, add_tokenizer, bar, device_of, error_line, how_to_write, integer, status, to_stderr
 
 # The default settings: those of a small model on the CPU, and of one with 4 million parameters on the GPU.
 DEFAULTS = {
@@ -121,7 +121,7 @@ def trained_of(options) -> Trained:
 
 def run(options):
     trained = trained_of(options)
-    device = device_of(options.device)
+    device = device_of(options.device, "Training")
     try:
         comm = connect(device)
     except RankLost as lost:
@@ -321,20 +321,6 @@ def resume_command(options) -> str:
             words += [f"--{name}", str(value)]
     flags = [f"--{name}" for name in ("state", "recompute") if getattr(options, name)]
     return shlex.join([*words, *flags, "--resume"])
-
-
-def device_of(wanted) -> str:
-    """The device for the option --device; NotSupported if "cuda" cannot be used."""
-    if wanted == "cpu":
-        return "cpu"
-    try:
-        check_device("Training", "cuda")
-        return "cuda"
-    except NotSupported as why:
-        if wanted == "cuda":
-            raise
-        details(str(why))
-        return "cpu"
 
 
 def train(training, trained, options):

@@ -67,7 +67,7 @@ class CallComparison:
             self.lengths = counts[:, 0].tolist()
             remember(remembered(LENGTHS, self.comm), self.header, self.lengths)
             return self.lengths
-        values_of_ranks = all_texts(self.comm, self.text, counts[:, 1])
+        values_of_ranks = all_values(self.comm, self.text, counts[:, 1])
         raise self.error or Disagreement(f"{self.name}: " + "; ".join(differences(values_of_ranks)))
 
 
@@ -93,8 +93,8 @@ def remember(calls, key, value):
     calls[key] = value
 
 
-def all_texts(comm, text, lengths):
-    """The values of every rank, {name: value}, from their texts of these lengths."""
+def all_values(comm, text, lengths):
+    """[{name: value} of every rank], of which `text` is this rank's JSON text. lengths [ranks]: those of all texts."""
     padded = np.zeros(lengths.max(), np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     return [json.loads(row[:length].tobytes()) for row, length in zip(comm.all_gather(padded)(), lengths)]

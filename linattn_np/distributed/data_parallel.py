@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ContractError
 from . import operators
-from .call_comparison import agree
+from .call_comparison import agree, all_values
 from .engine import RankLost, begin
 
 BUCKET = 1 << 22  # the most numbers of a message, for engines without `all_mean`
@@ -105,7 +105,8 @@ class DataParallel:
             except Exception as refusal:
                 error = refusal
         descriptions = [(name, str(x.dtype), list(x.shape)) for name, x in arrays.items()]
-        of_first = self.text_of_first(json.dumps({"arrays": descriptions, "error": error and str(error)}))
+        text = json.dumps({"arrays": descriptions, "error": error and str(error)}).encode()
+        of_first, *_ = all_values(self.comm, text, self.comm.all_gather(np.array([len(text)]))().ravel())
         if error is not None:
             raise error
         if of_first["error"]:
@@ -118,14 +119,6 @@ class DataParallel:
                 for peer in range(1, self.size):
                     self.comm.send(np.ascontiguousarray(arrays[name]), peer)
         return arrays
-
-    def text_of_first(self, text):
-        """The object that the first rank's JSON text describes, on all ranks."""
-        length = int(self.comm.all_gather(np.array([len(text)]))()[0, 0])
-        row = np.zeros(length, np.uint8)
-        if self.rank == 0:
-            row[:] = np.frombuffer(text.encode(), np.uint8)
-        return json.loads(self.comm.all_gather(row)()[0].tobytes())
 
 
 class SequenceParallel(DataParallel):

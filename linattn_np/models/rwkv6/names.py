@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from ..rwkv import names
 from ..rwkv.names import (
     as_row,
     block_prefix,
@@ -135,8 +134,3 @@ VERSION = Version(  # its fields are explained in `rwkv.version`
     fla_eps=1e-6,
     fla_group_eps_factor=lambda weights: 1,  # the group norm has the eps of the layer norms
 )
-
-
-def official(weights: Mapping) -> dict:
-    """`rwkv.names.official` of RWKV-6: for programs that compare a file's weights by name."""
-    return names.official(VERSION, weights)
