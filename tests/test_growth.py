@@ -114,6 +114,34 @@ def test_what_grows_on_both_sides_of_a_strong_decay(device, rng, monkeypatch, op
         assert_close("dg", found[:, :, first : first + 10], wanted[:, :, first : first + 10], BFLOAT16)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("parts", (1, 3))
+@pytest.mark.parametrize("before", ((), (90,)), ids=("dense", "packed"))
+@pytest.mark.parametrize("dtype", (SINGLE, HALF, BFLOAT16), ids=str)
+@pytest.mark.parametrize("backwards", (False, True), ids=("states", "gradients"))
+@pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
+def test_what_one_column_forgets_another_remembers(device, rng, monkeypatch, op, backwards, dtype, before, parts):
+    """In the walk's direction the second of three segments ends with 64 nats of decay, and the third begins with as
+    much growth. Both write to the first 128 columns alone: only these hide what came before."""
+    for name in ("segments_that_fill", "cheapest_forward_count", "summarised_segments", "cheapest_backward_count"):
+        monkeypatch.setattr(cuts, name, lambda *sizes: 3)
+    monkeypatch.setattr(cuts, "parts_per_segment", lambda *sizes: parts)
+    call = Call(op, rng, lambda rng, shape: np.zeros(shape), dtype, V=200, lengths=(*before, 1536))
+
+    def walked(x):
+        return x[:, :, sum(before) :][:, :, :: -1 if backwards else 1]
+
+    v, do, g = map(walked, (call.arrays[2], call.do, call.arrays[growth.GATE]))
+    g[:, :, 960:1024], g[:, :, 1024:1088] = -1, 1
+    (do if backwards else v)[:, :, 512:, 128:] = 0
+    if not backwards:
+        do[:, :, :1088], do[..., :128] = 0, 0
+    found, wanted = call.results(device) | call.gradients(device), call.exact()
+    for name in ("dv",) if backwards else ("o", f"d{[*op.arrays][0]}"):
+        x, y = (walked(results[name])[:, :, 1088:, -64:] for results in (found, wanted))
+        assert_close(name, x, y, dtype)
+
+
 @pytest.mark.parametrize("gate", (0.0, 0.5))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_a_part_of_dg_that_float16_would_not_hold(device, rng, op, gate):

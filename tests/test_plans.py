@@ -132,7 +132,7 @@ def test_a_declaration_names_kinds_and_members():
 
 def test_members_that_may_be_null_can_be_left_out():
     scan = gated_kernels.ScanSegments(1)
-    given = dict.fromkeys(("states", "decays", "starts", *"PRHKV"), 1)
+    given = dict.fromkeys(("states", "decays", "starts", *"PRHKV", "BV"), 1)
     assert scan.complete(given) == given | {"column_decays": None, "initial": None, "final": None}
 
 

@@ -7,11 +7,11 @@
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; chunk_states: every chunk's S and dS in the layout of
 //           state_tile_index (backward.cuh), bfloat16 or float32; initial, dht [.., H, K, V] float32, a state for every
 //           sequence, or, with chunk_states, for every segment; dh0 [.., H, K, V] float32, for every sequence.
-//           Summaries: states [2, N, H, K, V] and decays [2, N, H, K] float32 of N segments, in order of time; index 0
-//           is S, 1 dS. The result of a segment's walk is stored as the state of the next segment in the walk's
-//           direction. The first segment in a direction starts from the given state, which is stored as its own state;
-//           the others start from zero, and scan_both_ways.cu joins their results. The blocks of the last segment in a
-//           direction return at once: no segment needs its result, and its decays are not written
+//           Summaries: states [2, N, H, K, V] and decays [2, N, H, ceil(V / BV), K] float32 of N segments, in order of
+//           time; index 0 is S, 1 dS. The result of a segment's walk is stored as the state of the next segment in the
+//           walk's direction. The first segment in a direction starts from the given state, which is stored as its own
+//           state; the others start from zero, and scan_both_ways.cu joins their results. The blocks of the last
+//           segment in a direction return at once: no segment needs its result, and its decays are not written
 // grid      a block for every (direction, sequence or segment, head, tile of 64 channels, BV columns of V),
 //           directions slowest; a warp for every 16 channels
 // smem      Stage: a step of k, v and g, or q, do and g, STAGES times; copied by all threads, read by all warps
@@ -19,7 +19,7 @@
 //           while gates alone are read, to find what is forgotten: every 32 tokens, again every 256, and at the end
 // numerics  S and dS in float32 accumulators; products as in fragments.cuh. A summary leaves out the tokens that all 64
 //           channels of the block have forgotten at the end of the walk: the gates walked after them sum to -48
-//           (FORGOTTEN_NATS) or less, and none of these is positive. The segment's decays are then stored as 0. If a
+//           (FORGOTTEN_NATS) or less, and none of these is positive. The block's decays are then stored as 0. If a
 //           number of the result is below 2^21 times the decay of what was left out, it may not hide that
 //           (hides_forgotten; later gates multiply both alike): the block walks once more, and leaves out nothing
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
@@ -300,8 +300,8 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
   if (summarises) {
     to = args.states + (slot + (backwards ? -shape.H : shape.H)) * state_size;
     for (int octet = 0; octet < 2; ++octet)
-      if (t == 0 && work.v_tile == 0 && channel + 8 * octet < K)
-        args.decays[slot * K + channel + 8 * octet] = total_decay[octet];
+      if (t == 0 && channel + 8 * octet < K)
+        args.decays[(slot * ((V + BV - 1) / BV) + work.v_tile) * K + channel + 8 * octet] = total_decay[octet];
   } else if (backwards && args.dh0 && segment == P - 1) {
     // Is work.sequence, computed from `slot`: with gates wider than data the compiler would spill work.sequence.
     const int sequence = sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : work.sequence;

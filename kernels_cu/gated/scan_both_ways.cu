@@ -5,14 +5,14 @@
 //           S_p = diag(decay_{p-1}) S_{p-1} + summary_{p-1}
 // shapes    states [2, N, P, H, K, V] float32, first of S, then of the gradients, P in order of time: on entry S_0 and
 //           S_1 at segments 0 and 1 of the direction, summary_{p-1} at segment p >= 2; on exit S_p.
-//           decays [2, N, P, H, K] float32: decay_p at segment p
+//           decays [2, N, P, H, ceil(V / BV), K] float32: decay_p of BV columns at segment p
 // grid      a block for every (direction, sequence, head, 1024 values of K x V), directions slowest; 256 threads, 4
 //           values each
 // smem      none
 // barriers  none
 // numerics  float32. 0 times an infinite decay, of gates above 0, counts as 0
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, sequentially
-// limits    V a multiple of 4
+// limits    V and BV multiples of 4
 #include "ptx.cuh"
 
 constexpr int AHEAD = 8;  // segments whose loads are issued together, since a load has a long latency
@@ -20,7 +20,7 @@ constexpr int AHEAD = 8;  // segments whose loads are issued together, since a l
 struct Args {
   float* states;
   const float* decays;
-  i64 N, P, H, K, V;
+  i64 N, P, H, K, V, BV;
   i64 only_backwards;  // whether only the gradients are computed, as the states are known
 };
 
@@ -29,17 +29,20 @@ __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
   const u32 index = blockIdx.x % tiles * 1024 + threadIdx.x * 4;  // divisions of 64 bits take longer than all else here
   const u32 head = blockIdx.x / tiles % heads, n = head / H, h = head % H;
   const bool backwards = blockIdx.x / tiles >= heads;
+  const u32 V = u32(args.V), BV = u32(args.BV), channel = index / V, column = index % V;
   const int P = int(args.P);
   if (index >= size || backwards < args.only_backwards) return;
   // The index [direction, n, segment, h] of the direction's segment number `step`.
   const auto segment = [&](int step) {
     return ((backwards * args.N + n) * P + (backwards ? P - 1 - step : step)) * H + h;
   };
-  // The thread's four numbers of that segment's state, and the decay of their channel over it.
+  // The thread's four numbers of that segment's state, and their decay over it.
   const auto state = [&](int step) -> float4& {
     return *reinterpret_cast<float4*>(args.states + segment(step) * size + index);
   };
-  const auto decay = [&](int step) { return args.decays[segment(step) * args.K + index / u32(args.V)]; };
+  const auto decay = [&](int step) {
+    return args.decays[(segment(step) * ((V + BV - 1) / BV) + column / BV) * args.K + channel];
+  };
   float4 S = state(1);
   for (int first = 2; first < P; first += AHEAD) {
     float4 summaries[AHEAD];

@@ -1,15 +1,16 @@
 // what      Joins the P segments of a sequence, each of R parts: the state at the start of each segment, from the
 //           summaries of all parts: the state that a part's tokens leave if it starts from zero, and their decay.
 // math      S_0 = initial;  S_{i+1} = diag(decay_i) S_i + states_i for part i;  starts_p = S_{R p};  final = S_{P R}
-// shapes    float32. states [N, P, R, H, K, V]; decays [N, P, R, H, 2, K]: the product of both rows is decay_i. If
-//           columns of V have gates, too: column_decays [N, P, R, H, V]; then both are logarithms, and decay_i is exp
-//           of the sum of both rows and of the column's. starts [N, P, H, K, V]; initial, final [N, H, K, V]
+// shapes    float32. states [N, P, R, H, K, V]; decays [N, P, R, H, ceil(V / BV), 2, K]: the product of both rows is
+//           decay_i of BV columns. If columns of V have gates, too: column_decays [N, P, R, H, V]; then both are
+//           logarithms, and decay_i is exp of the sum of both rows and of the column's. starts [N, P, H, K, V];
+//           initial, final [N, H, K, V]
 // grid      a block for every (sequence, head, 256 WIDTH values of K x V), sequence slowest; 256 threads, WIDTH each
 // smem      none
 // barriers  none
 // numerics  float32. If `final` is null, the summaries of the last segment are not read
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, here one part after the other
-// limits    WIDTH of 1, or of 4 if V is a multiple of 4
+// limits    WIDTH of 1, or of 4 if V and BV are multiples of 4
 #include "ptx.cuh"
 #include "tensor.cuh"
 
@@ -18,7 +19,7 @@ constexpr int AHEAD = 8;  // parts whose summaries are loaded at once, so that t
 struct Args {
   const float *states, *decays, *column_decays, *initial;  // column_decays null: ones; initial null: zeros
   float *starts, *final;                                   // final null: not computed
-  i64 P, R, H, K, V;
+  i64 P, R, H, K, V, BV;
 };
 
 // A thread's WIDTH neighbouring columns of one channel of a state, loaded at once.
@@ -31,15 +32,16 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
   const u32 size = u32(args.K * args.V), tiles = (size + TILE - 1) / TILE, H = u32(args.H), head = blockIdx.x / tiles;
   // The thread's first number of the state [K, V]. 32 bits: 64-bit divisions would take longer than all else here.
   const u32 index = blockIdx.x % tiles * TILE + threadIdx.x * WIDTH;
-  const i64 h = head % H, n = head / H;
+  const u32 V = u32(args.V), BV = u32(args.BV), channel = index / V, column = index % V;
+  const i64 h = head % H, n = head / H, blocks = (V + BV - 1) / BV;  // blocks: of BV columns
   // parts: how many parts are joined, in order, of all segments; state, decays, column_decays move on from part to
   // part.
   const int P = int(args.P), R = int(args.R), parts = args.final ? P * R : (P - 1) * R;
   if (index >= size) return;
   const float* state = args.states + (n * P * R * args.H + h) * size + index;
-  const float* decays = args.decays + (n * P * R * args.H + h) * 2 * args.K + index / u32(args.V);
+  const float* decays = args.decays + ((n * P * R * args.H + h) * blocks + column / BV) * 2 * args.K + channel;
   const float* column_decays =
-      args.column_decays ? args.column_decays + (n * P * R * args.H + h) * args.V + index % u32(args.V) : nullptr;
+      args.column_decays ? args.column_decays + (n * P * R * args.H + h) * args.V + column : nullptr;
   float* start = args.starts + (n * P * args.H + h) * size + index;
   Values<WIDTH> S = {};
   if (args.initial) {  // the caller's array, which may start on any 4 bytes
@@ -56,7 +58,7 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
       if (first + i < parts) {
         states[i] = *reinterpret_cast<const Values<WIDTH>*>(state);
         of_rows[i][0] = decays[0], of_rows[i][1] = decays[args.K];
-        state += args.H * size, decays += args.H * 2 * args.K;
+        state += args.H * size, decays += args.H * blocks * 2 * args.K;
         if (!column_decays) continue;
         for (int x = 0; x < WIDTH; ++x) of_columns[i].x[x] = column_decays[x];
         column_decays += args.H * args.V;

@@ -3,10 +3,10 @@
 //           joins summaries.
 // math      S = sum_j (k_j e^(sum of the log gates g after j))^T v_j over the segment's tokens j, the last one first,
 //           so that S itself never decays
-// shapes    k g [B, H, T, K], v [B, H, T, V]; of N segments states [N, parts, H, K, V] and decays [N, parts, H, 2, K]
-//           float32. A segment's state is the sum of its parts' states. The product of both rows of `decays` over all
-//           parts is the segment's decay: it is in the first row of the first part, all others are ones, since
-//           scan_segments.cu takes two rows from every kernel of summaries
+// shapes    k g [B, H, T, K], v [B, H, T, V]; float32, of N segments: states [N, parts, H, K, V] and, for every BV
+//           columns, decays [N, parts, H, ceil(V / BV), 2, K]. A segment's state is the sum of its parts' states. The
+//           product of both rows of `decays` over all parts is the segment's decay: it is in the first row of the first
+//           part, all others are ones, since scan_segments.cu takes two rows from every kernel of summaries
 // grid      a block for every (computed segment, part, head, BV columns of V), segment slowest, of BK channels; a warp
 //           for every 16 of them. A step is STEP tokens; steps are counted from the segment's last one back, and so
 //           taken. Parts take the steps of a segment in turn; of other parts' steps a block reads the gates only
@@ -19,7 +19,7 @@
 //             at one more: each number of S is at least 2^21 times the decay over the gates read, of which an earlier
 //             state of size 1 would thus add at most 5e-7 (hides_forgotten in tensor.cuh). Gates of later segments
 //             multiply both alike
-//           The segment's decay is then 0: the state before the segment is dropped, too
+//           The segment's decay is then 0: the state before the segment is dropped, too, in the block's columns
 // numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
 //           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key
 //           times the decay may still be in it: then the decay is two factors (multiply_by_half). Tokens that are left
@@ -183,9 +183,9 @@ __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& t
 }
 
 // What a block computes: part `part` of a segment (counted through all batch rows) of head h, columns from first_column
-// on. result: the index [segment, part, h] of its results.
+// on. result: the index [segment, part, h] of its state; decays: the index [segment, part, h, block] of its decays.
 template <int BV> struct SegmentTile {
-  u32 segment, part, h, result;
+  u32 segment, part, h, result, decays;
   int first_column;
 
   template <class Args> __device__ __forceinline__ SegmentTile(const Args& args, u32 block) {
@@ -193,7 +193,8 @@ template <int BV> struct SegmentTile {
     const u32 index = block / tiles / H / parts, computed = u32(args.computed);  // index: among the computed segments
     segment = index / computed * u32(args.segments) + index % computed, part = block / tiles / H % parts,
     h = block / tiles % H;
-    result = (segment * parts + part) * H + h, first_column = block % tiles * BV;
+    result = (segment * parts + part) * H + h, decays = result * tiles + block % tiles;
+    first_column = block % tiles * BV;
   }
 };
 
@@ -329,10 +330,10 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
       if (channel < channels && column < columns)
         state[(args.channel + channel) * shape.V + tile.first_column + column] = S[x / 2][x % 2][i];
     }
-  if (t == 0 && tile.first_column == 0)
+  if (t == 0)
     for (int octet = 0; octet < 2; ++octet) {
       const int channel = warp_channel + g + 8 * octet;
-      float* decays = args.decays + i64(tile.result) * 2 * shape.K + args.channel + channel;
+      float* decays = args.decays + i64(tile.decays) * 2 * shape.K + args.channel + channel;
       const float segment_decay = step < steps ? 0.f : decay_of(later_gates[octet]);
       if (channel < channels) decays[0] = tile.part ? 1.f : segment_decay, decays[shape.K] = 1.f;
     }

@@ -24,7 +24,7 @@ from .arithmetic import ceil_div
 from .backward_tiles import DraftOfTiles, StateTile, tiles_of
 from .elementwise_kernels import sum_arrays
 from .gated_forward import HopperForward
-from .gated_kernels import TILES, GatedBackwardSegmentsSm90, ScanBothWays, read_order
+from .gated_kernels import TILES, GatedBackwardSegmentsSm90, ScanBothWays, columns_of_decays, read_order
 from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, common_bytes
 from .rank_summary import RankSummary
 from .segments import COPIED, HOPPER, PORTABLE, SHORT, SMALL, TILED
@@ -201,19 +201,23 @@ def joined_summaries(draft, problem, P, kernel, blocks, initial, dht, /, **args)
     args : the kernel's other arguments, which may include its own P
     """
     N, H, K, V = problem.shape("N H K V")
+    columns = columns_of_decays(kernel, V)
     # of the first axis 0 is forwards in time, 1 backwards
-    states, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+    states = draft.empty((2, N * P, H, K, V), FLOAT32)
+    decays = draft.empty((2, N * P, H, ceil_div(V, columns), K), FLOAT32)
     draft.launch(kernel, blocks, **args, initial=initial, dht=dht, states=states, decays=decays)
     if P > 2:  # in each direction the kernel has written what the first two segments need
-        scan_both_ways(draft, problem, states, decays, P)
+        scan_both_ways(draft, problem, states, decays, P, columns=columns)
     return states[0], states[1]
 
 
-def scan_both_ways(draft, problem, states, decays, P, only_backwards=False):
+def scan_both_ways(draft, problem, states, decays, P, only_backwards=False, columns=None):
     """Launches the scan of the summaries `states` and `decays` of P segments. In their place it writes to states[0] the
-    state at each segment's start (not if `only_backwards`), and to states[1] the state's gradient at its end."""
+    state at each segment's start (not if `only_backwards`), and to states[1] the state's gradient at its end. So many
+    neighbouring `columns` share decays: None for all."""
     N, H, K, V = problem.shape("N H K V")
-    scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "only_backwards": only_backwards}
+    scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "BV": columns or V}
+    sizes["only_backwards"] = only_backwards
     draft.launch(scan, 2 * N * H * ceil_div(K * V, scan.COLUMNS * scan.threads), states=states, decays=decays, **sizes)
 
 

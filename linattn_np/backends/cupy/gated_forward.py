@@ -16,7 +16,7 @@ from functools import cached_property
 
 from . import aligned_copies, segments
 from .arithmetic import ceil_div
-from .gated_kernels import PANEL, SPLIT_CHANNELS, GatedWideOperands, ScanSegments, read_order
+from .gated_kernels import PANEL, SPLIT_CHANNELS, GatedWideOperands, ScanSegments, columns_of_decays, read_order
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, common_bytes
 from .rank_summary import RankSummary
@@ -114,14 +114,14 @@ class ForwardPass:
         """Launches the summaries of R parts of each of P segments; returns them.
 
         These are states [N * P * R, H, K, V] and decays [N * P * R, H, 2, K]: a part's decay is the product of its two
-        rows. If columns have gates, too, these rows are logarithms, to be added, and there are the logarithms
-        [N * P * R, H, V] of the columns' decays. Without `with_last` the summaries of each sequence's last segment are
-        not computed.
+        rows, of which each block of `columns_of_decays` has two. If columns have gates, too, these rows are logarithms,
+        to be added, and there are the logarithms [N * P * R, H, V] of the columns' decays. Without `with_last` the
+        summaries of each sequence's last segment are not computed.
         """
         N, H, K, V = self.problem.shape("N H K V")
         P, R = self.cut.segments, self.cut.parts[with_last]
-        count = N * P * R
-        summaries = self.draft.empty((count, H, K, V), FLOAT32), self.draft.empty((count, H, 2, K), FLOAT32)
+        count, rows = N * P * R, 2 * ceil_div(V, columns_of_decays(self.cut.summary, V))
+        summaries = self.draft.empty((count, H, K, V), FLOAT32), self.draft.empty((count, H, rows, K), FLOAT32)
         if self.gates_columns:
             summaries += (self.draft.empty((count, H, V), FLOAT32),)
         self.launch_summaries(R, summaries, P, P if with_last else P - 1)
@@ -134,6 +134,7 @@ class ForwardPass:
         starts, scan = self.draft.empty((N * P, H, K, V), FLOAT32), ScanSegments.fitting(V)
         arrays = dict(zip(("states", "decays", "column_decays"), summaries)) | {"initial": initial, "final": final}
         sizes = {"P": P, "R": summaries[0].shape[0] // (N * P), "H": H, "K": K, "V": V}
+        sizes["BV"] = columns_of_decays(self.cut.summary, V)
         blocks = N * H * ceil_div(K * V, scan.width * scan.threads)
         self.draft.launch(scan, blocks, **arrays, starts=starts, **sizes)
         return starts

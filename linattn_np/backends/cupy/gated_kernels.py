@@ -254,11 +254,11 @@ class GatedBackwardValues(GatedBackward):
 
 class ScanSegments(Kernel):
     """The scan of the summaries of segments: `starts`, the state at the start of each of P segments, and the `final`
-    state. `states` and `decays` are the summaries of the R parts of each segment."""
+    state. `states` and `decays` are the summaries of the R parts of each segment; BV: as `columns_of_decays` says."""
 
     file = "gated/scan_segments"
     arguments = members(
-        "pointers states decays, pointers? column_decays initial, pointers starts, pointers? final, int64s P R H K V"
+        "pointers states decays, pointers? column_decays initial, pointers starts, pointers? final, int64s P R H K V BV"
     )
     threads = 256
     width: int  # neighbouring columns per thread
@@ -274,9 +274,15 @@ class ScanBothWays(Kernel):
     neighbouring columns, of which V must be a multiple."""
 
     file = "gated/scan_both_ways"
-    arguments = members("pointers states decays, int64s N P H K V only_backwards")
+    arguments = members("pointers states decays, int64s N P H K V BV only_backwards")
     threads = 256
     COLUMNS: ClassVar[int] = 4
+
+
+def columns_of_decays(summary, V):
+    """How many neighbouring columns share the decays of a segment that the kernel `summary` writes: all, or a block's
+    where a block forgets only what its own columns hide."""
+    return summary.BV if isinstance(summary, GatedSegmentStates | GatedBackwardStates) else V
 
 
 # -- kernels for a gate per channel, on Hopper -------------------------------------------------------------------------
