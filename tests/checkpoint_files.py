@@ -176,46 +176,12 @@ def archive(members, local=None, central=None, end=None):
             "extra": b"",
         }
         here = {**header, "crc": 0, "packed": 0, "unpacked": 0, **(local or {}).get(number, {})}
-        out.write(
-            struct.pack(
-                "<4s5H3I2H",
-                b"PK\3\4",
-                0,
-                here["flags"],
-                here["method"],
-                0,
-                0,
-                here["crc"],
-                here["packed"],
-                here["unpacked"],
-                len(here["name"]),
-                pad + 4,
-            )
-            + here["name"]
-        )
+        out.write(struct.pack("<4s5H3I2H", b"PK\3\4", 0, *fields_of_both(here), pad + 4) + here["name"])
         out.write(b"FB" + struct.pack("<H", pad) + b"Z" * pad + body)
         out.write(struct.pack("<4s3I", b"PK\7\10", zlib.crc32(body), len(body), len(body)))
         here = {**header, **(central or {}).get(number, {})}
-        directory += struct.pack(
-            "<4s6H3I5H2I",
-            b"PK\1\2",
-            0,
-            0,
-            here["flags"],
-            here["method"],
-            0,
-            0,
-            here["crc"],
-            here["packed"],
-            here["unpacked"],
-            len(here["name"]),
-            len(here["extra"]),
-            0,
-            0,
-            0,
-            0,
-            here["at"],
-        )
+        rest = len(here["extra"]), 0, 0, 0, 0, here["at"]
+        directory += struct.pack("<4s6H3I5H2I", b"PK\1\2", 0, 0, *fields_of_both(here), *rest)
         directory += here["name"] + here["extra"]
     here = {"count": len(members), "size": len(directory), "start": out.tell(), **(end or {})}
     out.write(directory)
@@ -236,6 +202,12 @@ def archive(members, local=None, central=None, end=None):
         )
     )
     return out.getvalue()
+
+
+def fields_of_both(here):
+    """The fields that an entry's local header and the directory have alike; between the method and the checksum is the
+    time."""
+    return here["flags"], here["method"], 0, 0, here["crc"], here["packed"], here["unpacked"], len(here["name"])
 
 
 def older_pth(weights, keys=None):

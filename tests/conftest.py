@@ -354,9 +354,12 @@ def pytest_generate_tests(metafunc):
 
 
 def parametrize(metafunc):
-    """A test that asks for `backend` runs on every listed one, unless its module generates its own cases."""
+    """A test that asks for `backend` runs on every listed one, or on those of the class or classes BACKENDS of its
+    module, unless its module generates its own cases."""
     if "backend" in metafunc.fixturenames and not hasattr(metafunc.module, "pytest_generate_tests"):
-        with_variants(metafunc, "backend", metafunc.config.backends)
+        classes = getattr(metafunc.module, "BACKENDS", Backend)
+        names = [name for name, cls in metafunc.config.backends.items() if issubclass(cls, classes)]
+        with_variants(metafunc, "backend", names)
     if "card" in metafunc.fixturenames:
         cards = {name: cls for name, cls in metafunc.config.backends.items() if issubclass(cls, OnCard)}
         if "mode" in metafunc.fixturenames:

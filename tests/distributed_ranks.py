@@ -89,11 +89,7 @@ def killed(comm):
     compute(comm)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        compute(comm)
-    except distributed.RankLost as error:
-        say(f"rank {comm.rank}: {error}")
-        sys.exit(3)
+    lose_a_rank(comm)
 
 
 def hangs(comm):
@@ -102,6 +98,11 @@ def hangs(comm):
         time.sleep(2 * PATIENCE)
     if comm.rank == 0:
         comm.limit_s = 2
+    lose_a_rank(comm)
+
+
+def lose_a_rank(comm):
+    """A call during which another rank ends or hangs; this one ends, too."""
     try:
         compute(comm)
     except distributed.RankLost as error:

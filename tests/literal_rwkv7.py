@@ -1,8 +1,7 @@
 """RWKV-7 as its equations are written, token by token in float64: what the models' logits are held to."""
 
 import numpy as np
-
-EPS = 1e-5, 64e-5  # of the layer norms and of the group norm
+from literal_rwkv6 import EPS, layer_norm
 
 
 def logits_of(weights, tokens):
@@ -75,7 +74,3 @@ class Layer:
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
-
-
-def layer_norm(x, w, name):
-    return (x - x.mean()) / np.sqrt(x.var() + w.get("norm_eps", EPS)[0]) * w[f"{name}.weight"] + w[f"{name}.bias"]

@@ -116,6 +116,27 @@ def stated(op, options):
     return NORMALIZED if op is LINEAR_ATTENTION and options.get("normalize") else op
 
 
+# -- results and states, of one part or of several ---------------------------------------------------------------------
+def flat(result):
+    """The arrays of a result, or of gradients, as one list."""
+    return [x for part in result for x in flat(part)] if isinstance(result, tuple) else [result]
+
+
+def parts(state):
+    """A state as a tuple."""
+    return state if isinstance(state, tuple) else (state,)
+
+
+def whole(parts):
+    """A state as calls take it: its only part, or the tuple of several."""
+    return parts if len(parts) > 1 else parts[0]
+
+
+def turned(part):
+    """S with its two axes exchanged; a normaliser has but one."""
+    return np.ascontiguousarray(part.swapaxes(2, 3)) if part.ndim == 4 else part
+
+
 # -- the exact answer --------------------------------------------------------------------------------------------------
 def double(x):
     return tuple(map(double, x)) if isinstance(x, tuple) else None if x is None else np.asarray(x, np.float64)

@@ -23,11 +23,13 @@ from reference import (
     exact_vjp,
     guarded,
     literal,
+    parts,
     rms,
     same_bits,
     size_of_gradients_terms,
     size_of_terms,
     stated,
+    whole,
 )
 
 from linattn_np import NotSupported
@@ -221,13 +223,8 @@ def native_inputs(backend, arrays, op, case):
     ]
 
 
-def as_parts(state):
-    return state if isinstance(state, tuple) else (state,)
-
-
 def native_state(backend, state):
-    parts = tuple(backend.asarray(part.copy()) for part in as_parts(state))
-    return parts if isinstance(state, tuple) else parts[0]
+    return whole(tuple(backend.asarray(part.copy()) for part in parts(state)))
 
 
 @pytest.mark.pairwise("backend", "mode")
@@ -258,13 +255,13 @@ def test_float64(op, case, backend, mode, seed):
     if final_asked:
         state_dtype = np.dtype(case.state_dtype or ("float64" if case.dtype == "float64" else "float32"))
         coarser = max(case.dtype, state_dtype.name, key=list(LIMITS).index)
-        for part, wanted in zip(as_parts(final), as_parts(final_exact), strict=True):
+        for part, wanted in zip(parts(final), parts(final_exact), strict=True):
             assert part.dtype == state_dtype
             assert_close(f"{what}: final state", backend.tohost(part), wanted, coarser)
     for x, copy in zip(inputs, before):
         assert same_bits(backend.tohost(x), copy), "an input was changed"
     if "initial_state" in options:
-        for part, copy in zip(as_parts(arguments["initial_state"]), as_parts(options["initial_state"])):
+        for part, copy in zip(parts(arguments["initial_state"]), parts(options["initial_state"])):
             assert same_bits(backend.tohost(part), copy), "the initial state was changed"
 
 
@@ -307,7 +304,7 @@ def test_exact_answer_is_the_papers_equation(op, case, seed):
     options = {name: double(x) if name == "initial_state" else x for name, x in options.items()}
     o_literal, final_literal = literal(declared, [double(x) for x in arrays], **options)
     assert_close("o", o, o_literal, "float64")
-    for part, wanted in zip(as_parts(final), as_parts(final_literal), strict=True):
+    for part, wanted in zip(parts(final), parts(final_literal), strict=True):
         assert_close("final state", part, wanted, "float64")
 
 

@@ -16,11 +16,13 @@ from reference import (
     draw,
     draw_states,
     errors,
+    flat,
     rms,
     same_bits,
     size_of_gate_terms,
     size_of_terms,
     stated,
+    whole,
 )
 
 from linattn_np import linear_attention, retention, simple_gla, vjp
@@ -29,7 +31,7 @@ from linattn_np.backends.cupy import PLANNERS, scalar_decay
 from linattn_np.layouts import swap_heads
 from linattn_np.ops import OPS
 
-VARIANTS = {
+OPERATORS = {
     "simple_gla": (simple_gla, {}),
     "retention": (retention, {"gamma": [0.9, 0.0]}),
     "linear_attention": (linear_attention, {}),
@@ -56,26 +58,19 @@ CASES = {
 }
 
 
-def pytest_generate_tests(metafunc):
-    if "backend" in metafunc.fixturenames:
-        able = [name for name, cls in metafunc.config.backends.items() if issubclass(cls, Kernels)]
-        metafunc.parametrize("backend", able, indirect=True)
+BACKENDS = Kernels
 
 
 def mapped(f, x):
     return tuple(map(f, x)) if isinstance(x, tuple) else f(x)
 
 
-def flat(result):
-    return [part for x in result for part in (x if isinstance(x, tuple) else (x,))]
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients(backend, rng, variant, case):
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_gradients(backend, rng, operator, case):
     """Those of NumPy in float64, which test_gradients holds to finite differences."""
-    function, options = VARIANTS[variant]
+    function, options = OPERATORS[operator]
     given = {
         "sizes": {},
         "dtype": np.float32,
@@ -87,9 +82,9 @@ def test_gradients(backend, rng, variant, case):
     op, sizes = DECLARED[function], SIZES | given.pop("sizes")
     dtype, gate, gate_dtype, stateless = (given.pop(name) for name in ("dtype", "gate", "gate_dtype", "stateless"))
     arrays = draw(op, rng, sizes, dtype, gate, gate_dtype)
-    if variant == "normalized":
+    if operator == "normalized":
         arrays[:2] = map(np.abs, arrays[:2])  # else a sum near 0 makes everything large
-    elif variant == "relu-normalized":  # so may the sum of a first token, whose gradients are a difference of equals
+    elif operator == "relu-normalized":  # so may the sum of a first token, whose gradients are a difference of equals
         for x in arrays[:2]:
             x[..., ::2] = np.abs(x[..., ::2])
     declared = stated(op, options)
@@ -97,7 +92,7 @@ def test_gradients(backend, rng, variant, case):
     ends = draw_states(declared, rng, sizes, np.float32)
     if given.get("state_v_first"):
         parts, ends = (tuple(x.swapaxes(2, 3) if x.ndim == 4 else x for x in those) for those in (parts, ends))
-    start, dht = (those if len(those) > 1 else those[0] for those in (parts, ends))
+    start, dht = whole(parts), whole(ends)
     do = rng.standard_normal([sizes[axis] for axis in op.out.split()]).astype(dtype)
     layout = given["layout"]
 
@@ -108,9 +103,7 @@ def test_gradients(backend, rng, variant, case):
         there = [convert(turned(x, axes)) for x, axes in zip(arrays, op.arrays.values())]
         state = {} if stateless else {"initial_state": mapped(convert, start), "output_final_state": True}
         result, pull = run(vjp, function, *there, **options, **given, **state, **more)
-        return flat(result if not stateless else (result,)), flat(
-            pull(convert(turned(do, op.out)), None if stateless else mapped(convert, dht))
-        )
+        return flat(result), flat(pull(convert(turned(do, op.out)), None if stateless else mapped(convert, dht)))
 
     results, found = gradients(backend.run, backend.asarray)
     results_exact, wanted = gradients(lambda f, *arrays, **more: f(*arrays, **more), double, mode="recurrent")
@@ -127,10 +120,10 @@ def test_gradients(backend, rng, variant, case):
             assert_close(f"d{name}", x, y, dtype, rows=10)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_views_of_any_strides(backend, rng, variant):
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_views_of_any_strides(backend, rng, operator):
     """Columns side by side in memory, axes backwards or repeated: what their copies give."""
-    function, options = VARIANTS[variant]
+    function, options = OPERATORS[operator]
     arrays = [
         np.abs(x) if name in "qk" else x
         for name, x in zip(DECLARED[function].arrays, draw(DECLARED[function], rng, SIZES, np.float32))
@@ -139,7 +132,7 @@ def test_views_of_any_strides(backend, rng, variant):
     columns = [backend.asarray(np.ascontiguousarray(x.swapaxes(-1, -2))).swapaxes(-1, -2) for x in arrays]
     backwards = [backend.asarray(np.ascontiguousarray(x[:, :, ::-1]))[:, :, ::-1] for x in arrays]
     for views in (columns, backwards):
-        assert_close(variant, backend.tohost(backend.run(function, *views, **options)), wanted, np.float32)
+        assert_close(operator, backend.tohost(backend.run(function, *views, **options)), wanted, np.float32)
 
 
 def test_scalar_decay_is_read_in_place(device, rng):
@@ -446,9 +439,9 @@ def test_what_a_pullback_under_scalar_decay_takes(rng, T, gate_dtype):
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_replay_does_what_the_plan_does(rng, variant, capability, monkeypatch):
-    (function, options), device = VARIANTS[variant], EmulatedDevice(capability)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_replay_does_what_the_plan_does(rng, operator, capability, monkeypatch):
+    (function, options), device = OPERATORS[operator], EmulatedDevice(capability)
     op = DECLARED[function]
     problems = [op.bind(draw(op, rng, SIZES | {"V": 16}, BFLOAT16), **options) for _ in range(3)]
     wanted = [planned.run(problem, device)[0] for problem in problems]
@@ -459,9 +452,9 @@ def test_a_replay_does_what_the_plan_does(rng, variant, capability, monkeypatch)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_replayed_pullback_does_what_the_plan_does(rng, variant, capability, monkeypatch):
-    (function, options), device = VARIANTS[variant], EmulatedDevice(capability)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_replayed_pullback_does_what_the_plan_does(rng, operator, capability, monkeypatch):
+    (function, options), device = OPERATORS[operator], EmulatedDevice(capability)
     op = DECLARED[function]
     problems = [op.bind(draw(op, rng, SIZES | {"V": 16}, BFLOAT16), gradient=True, **options) for _ in range(3)]
     wanted = [planned.pull(problem, device, problem["v"], None)[0] for problem in problems]

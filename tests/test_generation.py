@@ -417,6 +417,13 @@ def test_penalties_follow_their_equation():
         ({"seed": -1}, "seed is -1, expected None, a whole number from 0 up, or"),
         ({"seed": 1.5}, "seed is 1.5, expected"),
         ({"seed": "1"}, "seed is '1', expected None"),
+        ({"min_p": 2}, "min_p is 2, expected a number from 0 to 1"),
+        ({"repetition": 0}, "repetition is 0, expected a number from 0.001 to 1000"),
+        ({"temperature_last": [1]}, "temperature_last is a list, expected True or False"),
+        ({"logprobs": 1}, "logprobs is 1, expected True or False"),
+        ({"bias": [1]}, "bias is a list, expected a mapping"),
+        ({"bias": {-1: 0.0}}, "an id of bias is -1"),
+        ({"bias": {1: np.inf}}, r"bias\[1\] is inf, expected -inf, or a finite number"),
     ],
 )
 def test_ways_of_drawing_that_are_refused(how, complaint):
@@ -542,24 +549,6 @@ def test_repetition_bias_and_bans_follow_their_equations():
     shares = np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum()
     np.testing.assert_allclose(sampler.logprobs, np.log(shares[[1, 2, 1]]), rtol=1e-12)
     assert sampler.adjusted(np.float32([-1.0, -2.0, -2.0, 0.0])).tolist() == [-1.0, -3.5, -4.0, -np.inf]
-
-
-@pytest.mark.parametrize(
-    "how, complaint",
-    [
-        ({"min_p": 2}, "min_p is 2, expected a number from 0 to 1"),
-        ({"repetition": 0}, "repetition is 0, expected a number from 0.001 to 1000"),
-        ({"temperature_last": [1]}, "temperature_last is a list, expected True or False"),
-        ({"logprobs": 1}, "logprobs is 1, expected True or False"),
-        ({"bias": [1]}, "bias is a list, expected a mapping"),
-        ({"bias": {-1: 0.0}}, "an id of bias is -1"),
-        ({"bias": {1: np.inf}}, r"bias\[1\] is inf, expected -inf, or a finite number"),
-    ],
-    ids=range(7),
-)
-def test_sampling_that_is_refused(how, complaint):
-    with pytest.raises(ContractError, match=f"Sampling: {complaint}"):
-        Sampling(**how)
 
 
 def test_a_bias_beyond_the_vocabulary_and_a_ban_of_all_are_refused():

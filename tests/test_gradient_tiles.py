@@ -29,10 +29,7 @@ CASES = {  # on both sides of the tiles' edges; each for one operator, since eve
 }
 
 
-def pytest_generate_tests(metafunc):
-    if "backend" in metafunc.fixturenames:
-        able = [name for name, cls in metafunc.config.backends.items() if issubclass(cls, Kernels)]
-        metafunc.parametrize("backend", able, indirect=True)
+BACKENDS = Kernels
 
 
 @pytest.fixture(autouse=True)

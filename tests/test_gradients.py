@@ -4,7 +4,7 @@ in test_gradient_kernels."""
 import numpy as np
 import pytest
 from conftest import Kernels, made
-from reference import DECAYS, assert_close, draw, draw_states, rms, same_bits, stated
+from reference import DECAYS, assert_close, draw, draw_states, flat, rms, same_bits, stated
 
 from linattn_np import (
     ContractError,
@@ -103,15 +103,6 @@ class Call:
 
     def cotangents(self):
         return [self.rng.standard_normal(x.shape).astype(x.dtype) for x in self.results(self.inputs)]
-
-
-def flat(result):
-    """(o, final) with final a tuple or not, as one list."""
-    return (
-        [part for x in result for part in (x if isinstance(x, tuple) else (x,))]
-        if isinstance(result, tuple)
-        else [result]
-    )
 
 
 def dot(xs, ys):

@@ -6,7 +6,7 @@ With `--backends=numpy` torch computes on the CPU, with `--backends=cupy` on the
 import numpy as np
 import pytest
 from literal_operators import SIZES, VARIANTS, Call, pytest_generate_tests  # noqa: F401  (its cases)
-from reference import assert_close, draw
+from reference import assert_close, draw, flat
 
 import linattn_np
 from linattn_np import ContractError, ContractTypeError, graph_capture
@@ -42,9 +42,7 @@ class Home:
 class Case(Call):
     def ours(self, *inputs, **more):
         """[o, *final state's parts] of the torch function."""
-        found = self.of(interop, *inputs, **more)
-        o, final = found if self.final else (found, ())
-        return [o, *(final if isinstance(final, tuple) else (final,))]
+        return flat(self.of(interop, *inputs, **more))
 
     def literal(self, *inputs):
         return self.equation(torch, loop, *inputs)

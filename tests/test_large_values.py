@@ -56,9 +56,7 @@ CASES = [
 ]
 
 
-def pytest_generate_tests(metafunc):
-    able = [name for name, cls in metafunc.config.backends.items() if issubclass(cls, Kernels)]
-    metafunc.parametrize("backend", able, indirect=True)
+BACKENDS = Kernels
 
 
 def assert_as_exact(function, op, backend, gate, dtype, size, rng):

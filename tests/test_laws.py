@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from reference import assert_close, double, draw, draw_states, same_bits, stated
+from reference import assert_close, double, draw, draw_states, parts, same_bits, stated, whole
 
 from linattn_np import gla, linear_attention, retention, rwkv6, simple_gla
 from linattn_np.backends.cupy.delta_kernels import Walk
@@ -59,17 +59,12 @@ class Subject:
         if self.tiny and self.mode == "staged":
             arguments.setdefault("chunk_size", 16)
         if state is not None:
-            there_too = tuple(map(self.backend.asarray, as_parts(state)))
-            arguments["initial_state"] = there_too if isinstance(state, tuple) else there_too[0]
+            arguments["initial_state"] = whole(tuple(map(self.backend.asarray, parts(state))))
         result = self.backend.run(OPS[self.op], *there, **{"mode": self.mode, **self.options, **arguments})
         return self.home(result)
 
     def home(self, result):
         return tuple(map(self.home, result)) if isinstance(result, tuple) else self.backend.tohost(result)
-
-
-def as_parts(state):
-    return state if isinstance(state, tuple) else (state,)
 
 
 def subjects(backends, speaks_of):
@@ -124,7 +119,7 @@ def test_split_equals_one_pass(subject):
         first, half = subject(tokens(arrays, subject.op, 0, at), initial_state=start, output_final_state=True)
         rest, last = subject(tokens(arrays, subject.op, at, T), initial_state=half, output_final_state=True)
         assert_close(f"split at {at}", np.concatenate([first, rest], axis=2), whole, np.float32)
-        for part, wanted in zip(as_parts(last), as_parts(end), strict=True):
+        for part, wanted in zip(parts(last), parts(end), strict=True):
             assert_close(f"state, split at {at}", part, wanted, np.float32)
 
 
@@ -138,12 +133,12 @@ def test_packing_equals_one_by_one(subject):
     o, end = packed if stateful else (packed, ())
     for n, (a, b) in enumerate(zip(bounds[:-1], bounds[1:])):
         if stateful:
-            mine = tuple(part[n : n + 1] for part in as_parts(start))
+            mine = tuple(part[n : n + 1] for part in parts(start))
             given["initial_state"] = mine if isinstance(start, tuple) else mine[0]
         alone = subject(tokens(arrays, subject.op, a, b), **given)
         o_alone, end_alone = alone if stateful else (alone, ())
         assert_close(f"sequence {n}", o[:, :, a:b], o_alone, np.float32)
-        for part, wanted in zip(as_parts(end), as_parts(end_alone)):
+        for part, wanted in zip(parts(end), parts(end_alone)):
             assert_close(f"state of sequence {n}", part[n : n + 1], wanted, np.float32)
 
 
@@ -230,8 +225,8 @@ def test_same_call_twice_same_bits(subject):
     arrays = subject.draw()
     given = {"output_final_state": True} if subject.op.state else {}
     first, second = subject(arrays, **given), subject(arrays, **given)
-    for x, y in zip(as_parts(first), as_parts(second)):
-        for part, again in zip(as_parts(x), as_parts(y)):
+    for x, y in zip(parts(first), parts(second)):
+        for part, again in zip(parts(x), parts(y)):
             assert same_bits(part, again)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import SINGLE
-from reference import assert_close, draw, draw_states, exact, size_of_terms, stated
+from reference import assert_close, draw, draw_states, exact, parts, size_of_terms, stated, whole
 
 from linattn_np import ContractError, ContractTypeError, explain, gla, linear_attention, retention, vjp
 from linattn_np.array_kinds import BFLOAT16
@@ -40,14 +40,6 @@ def row(x, axes, b, mask):
     if names[0] not in "BN":
         return x
     return x[b : b + 1][:, :, mask[b]] if "T" in names else x[b : b + 1]
-
-
-def whole(given):
-    return given if len(given) > 1 else given[0]
-
-
-def parts(x):
-    return x if isinstance(x, tuple) else (x,)
 
 
 @pytest.mark.pairwise

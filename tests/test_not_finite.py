@@ -3,7 +3,7 @@ does not become so; and a gate's gradient is right to its own size. NumPy's mode
 
 import numpy as np
 import pytest
-from reference import double, draw, draw_states, exact, exact_vjp, stated
+from reference import double, draw, draw_states, exact, exact_vjp, flat, stated
 
 from linattn_np import gla, linear_attention, retention, rwkv6, simple_gla, softmax_attention, stages, vjp
 from linattn_np.declarations import GLA_VALUE_GATE
@@ -55,10 +55,6 @@ class Call:
     def gradients(self, mode, do, dht):
         _, pull = vjp(self.function, *self.arrays, mode=mode, **self.options)
         return flat(pull(do, tuple(dht) if len(dht) > 1 else dht[0]))
-
-
-def flat(results):
-    return [part for x in results for part in (x if isinstance(x, tuple) else (x,))]
 
 
 def assert_same(what, found, wanted, tolerance=2e-4):

@@ -9,7 +9,7 @@ import numpy as np
 import planned
 import pytest
 from emulator import EmulatedDevice
-from reference import draw, same_bits
+from reference import draw, flat, same_bits
 
 from linattn_np import ContractError, ContractTypeError, gla, gla_step, graph_capture, retention, rwkv6_step
 from linattn_np.array_kinds import BFLOAT16, signature
@@ -212,10 +212,6 @@ def device(capability=80):
 
 def run(op, inputs, on, **arguments):
     return planned.replayed(op.bind(inputs, **arguments), on)
-
-
-def flat(result):
-    return [x for part in result for x in flat(part)] if isinstance(result, tuple) else [result]
 
 
 CALLS = {

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import SINGLE
-from reference import assert_close, draw, draw_states, exact, same_bits, stated
+from reference import assert_close, draw, draw_states, exact, parts, same_bits, stated, turned, whole
 
 import linattn_np
 from linattn_np import ContractError, explain, gla, linear_attention, vjp
@@ -41,19 +41,6 @@ def flipped(x, axes, bounds):
         return x
     ranges = zip(bounds[:-1], bounds[1:])
     return np.concatenate([x[:, :, start:stop][:, :, ::-1] for start, stop in ranges], axis=2)
-
-
-def parts(x):
-    return x if isinstance(x, tuple) else (x,)
-
-
-def turned(part):
-    """S with its two axes exchanged; a normaliser has but one."""
-    return np.ascontiguousarray(part.swapaxes(2, 3)) if part.ndim == 4 else part
-
-
-def whole(given):
-    return given if len(given) > 1 else given[0]
 
 
 @pytest.mark.pairwise

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import planned
 import pytest
+from conftest import Kernels, Numpy
 from reference import LIMITS, assert_close, double, draw, errors, exact, guarded, literal_attention, same_bits
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, softmax_attention, vjp
@@ -23,11 +24,7 @@ from linattn_np.layouts import swap_heads
 HALF = np.dtype(np.float16)
 
 
-def pytest_generate_tests(metafunc):
-    """Numba has no kernels for it."""
-    if "backend" in metafunc.fixturenames:
-        able = [name for name in metafunc.config.backends if name in ("numpy", "emulated", "hopper", "cupy")]
-        metafunc.parametrize("backend", able, indirect=True)
+BACKENDS = Numpy, Kernels  # Numba has no kernels for it
 
 
 @dataclass(frozen=True)

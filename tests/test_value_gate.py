@@ -6,7 +6,7 @@ import numpy as np
 import planned
 import pytest
 from conftest import DOUBLE, HALF, SINGLE
-from reference import GATES, assert_close, double, draw, guarded, literal, same_bits
+from reference import GATES, assert_close, double, draw, flat, guarded, literal, same_bits
 from test_growth import KINDS, LIMITS
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, explain, gla, simple_gla, vjp
@@ -421,10 +421,6 @@ def test_what_kernels_do_not_take_is_refused(backend, rng):
 
 
 # -- the host plans ----------------------------------------------------------------------------------------------------
-def flat(result):
-    return [x for part in result for x in flat(part)] if isinstance(result, tuple) else [result]
-
-
 @pytest.mark.parametrize("dtype, gates", [(SINGLE, None), (BFLOAT16, None), (BFLOAT16, SINGLE)], ids=str)
 @pytest.mark.parametrize("stateful", [False, True], ids=["", "states"])
 def test_plans_and_replays(stateful, dtype, gates, rng):

@@ -4,7 +4,7 @@ the gate where it has no more heads."""
 import numpy as np
 import pytest
 from conftest import SINGLE
-from reference import assert_close, draw, draw_states, exact, same_bits, stated, with_value_heads
+from reference import assert_close, draw, draw_states, exact, parts, same_bits, stated, turned, whole, with_value_heads
 
 from linattn_np import ContractError, explain, gla, gla_step, simple_gla, softmax_attention, value_heads, vjp
 from linattn_np.array_kinds import BFLOAT16
@@ -71,18 +71,6 @@ def spread(op, options, sizes):
     if op.name == "retention":
         return {**options, "gamma": np.repeat(1 - 2.0 ** (-5 - np.arange(sizes["H"])), G)}
     return options
-
-
-def whole(given):
-    return given if len(given) > 1 else given[0]
-
-
-def parts(x):
-    return x if isinstance(x, tuple) else (x,)
-
-
-def turned(part):
-    return np.ascontiguousarray(part.swapaxes(2, 3)) if part.ndim == 4 else part
 
 
 def in_memory(x, axes, layout):
