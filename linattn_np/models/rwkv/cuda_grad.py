@@ -46,8 +46,8 @@ def loss(version, mix_classes, weights, tokens, products, dropout, recompute=Fal
     value = step.cross_entropy(logits)
 
     def pull(gradients, layer_done=lambda i: None):
-        step.weight_gradient(xx, logits, gradients.head)  # `cross_entropy` wrote their gradient to `logits`
-        head_gradients = InputGradients(dxx=step.product(logits, transposed(weights.head)))
+        # `cross_entropy` wrote their gradient to `logits`.
+        head_gradients = InputGradients(dxx=step.product_backward(logits, xx, weights.head, gradients.head))
         dx, dchange = step.norm_backward(x, moments, head_gradients, None, change, weights.ln_out, gradients.ln_out)
         while blocks:  # a block's arrays are freed after its pullback; dchange: the gradients of its result
             block = blocks.pop()
@@ -210,9 +210,10 @@ class TrainingStep:
         out = self.empty(*x.shape[:-1], w.shape[-1]) if out is None else out
         return self.products.matmul(x, w, out, add)
 
-    def weight_gradient(self, x, dy, out):
-        """Writes x^T dy, the gradient of w in the product x w, to `out`."""
-        self.products.matmul(transposed(x), dy, out)
+    def product_backward(self, dy, x, w, dw, out=None):
+        """The pullback of `product`: the gradient of x, in `out` if it is given; that of w goes to `dw`."""
+        self.products.matmul(transposed(x), dy, dw)
+        return self.product(dy, transposed(w), out)
 
     # -- forwards --
     def add_norm(self, x, change, norm, maa=None, takes=1):

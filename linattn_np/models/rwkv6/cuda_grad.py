@@ -1,8 +1,8 @@
 """RWKV-6's two mixes and their gradients on the GPU. `rwkv.cuda_grad.loss` calls `forward`, and later `pull`.
 
 Arrays are [tokens, D], or [n, tokens, D] for n mixes or products. `step.product(x, w)` is x w, and
-``step.weight_gradient(x, dy, out)`` writes the gradient of w to `out`. A name with d, such as dk, is the gradient of
-the loss with respect to k. `grads` has the fields of `layer`, for the weights' gradients.
+``step.product_backward(dy, x, w, dw)`` its pullback, which writes the gradient of w to `dw`. A name with d, such as dk,
+is the gradient of the loss with respect to k. `grads` has the fields of `layer`, for the weights' gradients.
 
 From `rwkv.cuda_grad`: `step` is the `TrainingStep`, which launches kernels; a `Change` is what a mix adds to the
 residual, "Added" an array, "Gated" sigmoid(an array) times another one; `site` is the index of its dropout.
@@ -14,7 +14,7 @@ from functools import partial
 from ...backends.cupy.rwkv6_training_kernels import HEADS
 from ...ops.functions import rwkv6
 from ..rwkv import cuda_grad
-from ..rwkv.cuda_grad import Change, InputGradients, Mix, transposed
+from ..rwkv.cuda_grad import Change, InputGradients, Mix
 from ..rwkv.grad import vjp_from_start
 from .names import VERSION
 
@@ -55,8 +55,7 @@ class TimeMix(Mix):
     def pull(self, dchange, grads):
         step, layer = self.step, self.layer
         (dchange,) = dchange
-        step.weight_gradient(self.y, dchange, grads.output)
-        dy = step.product(dchange, transposed(layer.output))
+        dy = step.product_backward(dchange, self.y, layer.output, grads.output)
         do, dgate = step.gated_norm_backward(dy, self.o, self.gate, layer.ln_x, layer.bonus.shape[1], grads.ln_x)
         dr, dk, dv, dw, du = self.pull_recurrence(do.reshape(-1, step.context, *layer.bonus.shape), grads)
         grads.bonus[...] = du
@@ -64,23 +63,18 @@ class TimeMix(Mix):
 
         dmixed = step.empty(5, step.tokens, step.D)
         ddecay = step.log_decay_backward(dw, self.w, grads.decay)  # of the product with decay_up
-        step.weight_gradient(self.decay_low, ddecay, grads.decay_up)
-        dlow = step.activation_backward("Tanh", step.product(ddecay, transposed(layer.decay_up)), self.decay_low)
-        step.weight_gradient(self.mixed[0], dlow, grads.decay_down)
-        step.product(dlow, transposed(layer.decay_down), dmixed[0])
+        dlow = step.product_backward(ddecay, self.decay_low, layer.decay_up, grads.decay_up)
+        step.activation_backward("Tanh", dlow, self.decay_low)
+        step.product_backward(dlow, self.mixed[0], layer.decay_down, grads.decay_down, dmixed[0])
         for n, gradient in enumerate((dk, dv, dr, dgate)):
-            step.weight_gradient(self.mixed[1 + n], gradient, grads.kvrg[n])
-            step.product(gradient, transposed(layer.kvrg[n]), dmixed[1 + n])
+            step.product_backward(gradient, self.mixed[1 + n], layer.kvrg[n], grads.kvrg[n], dmixed[1 + n])
 
         dm, dxx, dd = step.mix_backward(dmixed, self.m, layer.maa, self.xx, self.previous_xx, grads.maa)
-        step.weight_gradient(split_mixes(self.low), dm, grads.maa_up)
         dlow = step.empty(*self.low.shape)
-        step.product(dm, transposed(layer.maa_up), split_mixes(dlow))
+        step.product_backward(dm, split_mixes(self.low), layer.maa_up, grads.maa_up, split_mixes(dlow))
         step.activation_backward("Tanh", dlow, self.low)
-        step.weight_gradient(self.mixed_x, dlow, grads.maa_down)
-        return InputGradients(
-            dxx, dd, step.product(dlow, transposed(layer.maa_down)), layer.maa_x, grads.maa_x, self.previous_xx
-        )
+        dmixed_x = step.product_backward(dlow, self.mixed_x, layer.maa_down, grads.maa_down)
+        return InputGradients(dxx, dd, dmixed_x, layer.maa_x, grads.maa_x, self.previous_xx)
 
 
 class ChannelMix(Mix):
@@ -98,14 +92,11 @@ class ChannelMix(Mix):
     def pull(self, dchange, grads):
         step, layer = self.step, self.layer
         dgate, dvalue = dchange
-        step.weight_gradient(self.hidden, dvalue, grads.ffn_value)
-        dhidden = step.product(dvalue, transposed(layer.ffn_value))
+        dhidden = step.product_backward(dvalue, self.hidden, layer.ffn_value, grads.ffn_value)
         step.activation_backward("ReluSquared", dhidden, self.hidden)
-        step.weight_gradient(self.mixed[0], dhidden, grads.ffn_key)
-        step.weight_gradient(self.mixed[1], dgate, grads.ffn_receptance)
         dmixed = step.empty(2, step.tokens, step.D)
-        step.product(dhidden, transposed(layer.ffn_key), dmixed[0])
-        step.product(dgate, transposed(layer.ffn_receptance), dmixed[1])
+        step.product_backward(dhidden, self.mixed[0], layer.ffn_key, grads.ffn_key, dmixed[0])
+        step.product_backward(dgate, self.mixed[1], layer.ffn_receptance, grads.ffn_receptance, dmixed[1])
         return InputGradients(dmixed=dmixed, maa=layer.ffn_maa, maa_out=grads.ffn_maa, previous_xx=self.previous_xx)
 
 

@@ -1,9 +1,10 @@
 """RWKV-7's two mixes and their gradients on the GPU. `rwkv.cuda_grad.loss` calls `forward`, and later `pull`.
 
 Arrays are [tokens, D], or [n, tokens, D] for n mixes or products; H heads have N channels each. ``step.product(x, w)``
-is x w, and ``step.weight_gradient(x, dy, out)`` writes the gradient of w to `out`. A name with d, such as dk, is the
-gradient of the loss with respect to k. `grads` has the fields of `layer`, for the weights' gradients. A kernel that
-sums over tokens writes partial sums, `parts`, which ``step.sum`` has added up before the layer is done.
+is x w, and ``step.product_backward(dy, x, w, dw)`` its pullback, which writes the gradient of w to `dw`. A name with d,
+such as dk, is the gradient of the loss with respect to k. `grads` has the fields of `layer`, for the weights'
+gradients. A kernel that sums over tokens writes partial sums, `parts`, which ``step.sum`` has added up before the layer
+is done.
 
 From `rwkv.cuda_grad`: `step` is the `TrainingStep`, which launches kernels; a `Change` is what a mix adds to the
 residual, of the kind "Added" an array as it is; `site` is the index of its dropout. xx is a mix's normed input, and
@@ -93,8 +94,7 @@ class TimeMix(Mix):
 
     def pull(self, dchange, grads):
         step, layer, (dchange,) = self.step, self.layer, dchange
-        step.weight_gradient(self.gated, dchange, grads.output)
-        dgated = step.product(dchange, transposed(layer.output))
+        dgated = step.product_backward(dchange, self.gated, layer.output, grads.output)
         do, dgate, scores = self.gated_norm_backward(dgated, grads)
         pulled = self.pull_recurrence(do.reshape(-1, step.context, self.H, self.N), grads)
         pulled = [gradient.reshape(step.tokens, step.D) for gradient in pulled]
@@ -103,15 +103,16 @@ class TimeMix(Mix):
             if group != GATE:
                 dhigh[group] = step.empty(*[2] * (len(group) - 1), *dgate.shape)
         dkvr = self.recurrence_arguments_backward(dgated, scores, pulled, dhigh, grads)
-        step.weight_gradient(self.mixed, dkvr, grads.kvr)
-        dmixed = step.product(dkvr, transposed(layer.kvr))
+        dmixed = step.product_backward(dkvr, self.mixed, layer.kvr, grads.kvr)
         dlow = step.empty(*self.low.shape)
         for group in self.groups:
-            step.weight_gradient(self.columns_of(group, self.low), dhigh[group], self.matrices(grads, group))
-            step.product(dhigh[group], transposed(self.matrices(layer, group)), self.columns_of(group, dlow))
+            w, dw = self.matrices(layer, group), self.matrices(grads, group)
+            step.product_backward(
+                dhigh[group], self.columns_of(group, self.low), w, dw, out=self.columns_of(group, dlow)
+            )
         self.activate(self.low, dlow)
         djoint = step.empty(*self.joint.shape, dtype=FLOAT32)
-        step.weight_gradient(self.normed, dlow, djoint.reshape(-1, self.ranks))
+        step.products.matmul(transposed(self.normed), dlow, djoint.reshape(-1, self.ranks))
         self.joint_matrix_backward(djoint, grads)
         both = step.device.view(dlow, (2, *dlow.shape), (0, *dlow.strides), dlow.dtype, 0)
         dxx, dd = step.product(both, transposed(self.joint))
@@ -299,11 +300,9 @@ class ChannelMix(Mix):
 
     def pull(self, dchange, grads):
         step, layer, dvalue = self.step, self.layer, self.times_unit(dchange[0])
-        step.weight_gradient(self.hidden, dvalue, grads.ffn_value)
-        dhidden = step.product(dvalue, transposed(layer.ffn_value))
+        dhidden = step.product_backward(dvalue, self.hidden, layer.ffn_value, grads.ffn_value)
         step.activation_backward("ReluSquared", dhidden, self.hidden)
-        step.weight_gradient(self.mixed, dhidden, grads.ffn_key)
-        dmixed = step.product(dhidden, transposed(layer.ffn_key))
+        dmixed = step.product_backward(dhidden, self.mixed, layer.ffn_key, grads.ffn_key)
         return InputGradients(dmixed=dmixed, maa=layer.ffn_mix, maa_out=grads.ffn_mix, previous_xx=self.previous_xx)
 
     def times_unit(self, x):
