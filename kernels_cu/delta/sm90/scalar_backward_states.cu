@@ -5,7 +5,7 @@
 //           of e^g: D_ij of tokens j + 1 to i, E_i from the chunk's start to i, L_i from i + 1 to its end. Matrices:
 //           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  N = (I + diag(beta) M)^-1;  B = A N
 //           Z_j = sum_i N_ij L_i k_i;  W_i = scale E_i q_i - sum_j B_ij beta_j E_j k_j
-//           P = Z dS;  dv = beta (P + B^T do);  dS <- E_32 dS + W^T do - sum_j beta_j E_j k_j P_j, P_j row j of P
+//           dv = beta (Z dS + B^T do);  Y_j = -beta_j E_j (Z dS)_j;  dS <- E_32 dS + W^T do + sum_j k_j Y_j^T
 //           Without OUTPUTS the walk over a segment starts from zeros, or from dht if the segment is its sequence's
 //           last in time. The dS that it ends with is stored in `starts` for the segment before, and join_segments.cu
 //           adds what later segments give. A sequence's first segment in time has none before it: nothing is computed.
@@ -17,16 +17,16 @@
 //           are segments of whole chunks, P of each sequence. starts [2, segments, HV, K, V]: the states that segments
 //           start from, forwards and backwards in time; here index 1, gradients, is written without OUTPUTS and read
 //           with them
-// grid      a block for every (sequence, head of v, BV columns of V), columns fastest, sequence slowest
-// roles     consumers: a warpgroup for every 64 columns, with their dS transposed in registers, computes P, dv and dS,
+// grid      a block for every (sequence, value head, BV columns of V), columns fastest, sequence slowest
+// roles     consumers: a warpgroup for every 64 columns, with their dS transposed in registers, computes Y, dv and dS,
 //           and stores dS. Operands: a warpgroup makes A and M, then B, W and Z. In a last warpgroup warp 0 copies
 //           chunks, warp 1 computes decays, and warps 2 and 3 invert I + diag(beta) M of even and odd chunks. All but
 //           the consumers are functions of scalar_chunks.cuh
-// smem      Stage (scalar_chunks.cuh): a chunk's q, k and do, and its matrices; W overwrites q, and dv overwrites do
+// smem      Stage (scalar_stage.cuh): a chunk's q, k and do, and its matrices; W overwrites q, and dv overwrites do
 // barriers  by stage, in this order. full: queries and keys have arrived; values_full: do has; then complete in shared
 //           memory: decays_ready: D and Gates; scores_ready: A and M; inverse_ready: N; operands_ready: B, W and Z;
 //           outputs_ready: dv, and all of the stage has been read
-// numerics  products of T are summed in float32. q, k and do are used undecayed; dS, W, Z, beta_j E_j P_j and dv are
+// numerics  products of T are summed in float32. q, k and do are used undecayed; dS, W, Z, Y and dv are
 //           rounded to T; A, B and N are the sums of two T each ("split"). N by substitution in float32 within 16
 //           tokens, else by products of split matrices; a decay is a product of the decays of the tokens in between,
 //           never a quotient
@@ -57,7 +57,7 @@
 //     after both the caller calls wgmma_commit. start_state_update: S += x rows, the same rows; it calls wgmma_commit
 //   decay_state: S times the chunk's decay
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
-//   CHUNK = 32 tokens; first_token: of the n-th chunk, from the last one on. WorkTile::chunk_row: see warpgroup.cuh
+//   CHUNK = 32 tokens; first_token(work, 0): of the last chunk. WorkTile::chunk_row: see warpgroup.cuh
 //   make_operands, move_chunks: the work of the operands' warpgroup and of the copying warp; move_chunks stores dv,
 //     too, and fences before that
 
@@ -95,27 +95,27 @@ template <typename Element, int CHANNELS, int COLUMNS, bool OUTPUTS> struct Shar
       operands_ready[STAGES], outputs_ready[STAGES];
 };
 
-// A consumer: P, dv and dS of each chunk. first: the block's first column of V; all_columns: BV times the blocks of a
+// A consumer: Y, dv and dS of each chunk. first_column: the block's first of V; all_columns: BV times the blocks of a
 // head.
-template <class S>
-__device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first,
-                                        int all_columns) {
-  using T = typename S::T;
-  constexpr int BK = S::BK;
-  constexpr bool OUTPUTS = S::PASS == BACKWARD_STATES;
-  const Consumer at(first);
+template <class Memory>
+__device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T>& args, const WorkTile& work,
+                                        int first_column, int all_columns) {
+  using T = typename Memory::T;
+  constexpr int BK = Memory::BK;
+  constexpr bool OUTPUTS = Memory::PASS == BACKWARD_STATES;
+  const Consumer at(first_column);
   const int warp = at.warp, lane = at.lane, left_offset = left_operand_offset(lane);
   float dS[BK / 2] = {};  // columns `at.column` + 8h, channels 8n + 2 (lane % 4) + p at dS[4n + 2h + p]
   if (s.from)
     each_transposed<BK>(dS, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
-  RingPosition<S::STAGES> ring;
+  RingPosition<Memory::STAGES> ring;
 #pragma unroll 1
-  for (int token = first_token<S>(work, 0); token >= 0; token -= CHUNK, ring.next()) {
+  for (int token = first_token<Memory>(work, 0); token >= 0; token -= CHUNK, ring.next()) {
     auto& in = s.stages[ring.stage];
     const Gates& gates = s.gates[ring.stage];
     u32 rounded_dS[BK / 16][4];
-    Operand do_, Y;     // Y: -beta_j E_j P_j
-    Values P, from_do;  // from_do: B^T do
+    Operand do_, Y;
+    Values Z_dS, from_do;  // from_do: B^T do
     round_state<T, BK>(rounded_dS, dS);
     mbarrier_wait(s.values_full[ring.stage], ring.parity);
     load_transposed(do_, in.values[at.warpgroup], at.channel_offset);
@@ -123,43 +123,45 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     mbarrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
-    start_state_product<T>(P, rounded_dS, [&](int p) { return descriptor + descriptor_offset(in, in.Z[p]); });
+    start_state_product<T>(Z_dS, rounded_dS,
+                           [&](int panel) { return descriptor + descriptor_offset(in, in.Z[panel]); });
     if constexpr (OUTPUTS) start_transposed_split_product<T>(from_do, do_, descriptor + descriptor_offset(in, in.B));
     wgmma_commit();
     if constexpr (OUTPUTS) {
-      if (token != first_token<S>(work, 0)) {
+      if (token != first_token<Memory>(work, 0)) {
         if (lane == 0) tensor_store_wait();
         __syncwarp();  // the previous dS has been read from `rounded`
       }
 #pragma unroll
-      for (int c = 0; c < BK / 16; ++c)
-        stmatrix_x4(at_byte_offset(s.rounded[warp][c / 4], shifted_offset(left_offset, 0, c % 4 * 16)), rounded_dS[c]);
+      for (int step = 0; step < BK / 16; ++step)
+        stmatrix_x4(at_byte_offset(s.rounded[warp][step / 4], shifted_offset(left_offset, 0, step % 4 * 16)),
+                    rounded_dS[step]);
       fence_proxy_async();
       __syncwarp();  // all lanes have written to `rounded`
       if (lane == 0)
 #pragma unroll
         for (int panel = 0; panel < BK / 64; ++panel)
           tensor_store(args.state_gradients, s.rounded[warp][panel], 64 * panel,
-                       i32(work.chunk_row + token / CHUNK) * all_columns + first + 16 * warp, 0, 0);
+                       i32(work.chunk_row + token / CHUNK) * all_columns + first_column + 16 * warp, 0, 0);
     }
     decay_state(dS, gates.chunk_decay);
     wgmma_fence();
     const u64 rows = mn_major_tile(in.queries_keys, sizeof in.queries_keys[0]);  // of W, then of keys
     start_state_update<T, BK>(dS, do_, rows);                                    // dS += W^T do
-    wgmma_wait<1>();  // P and from_do are complete; the update may still run
-    wgmma_fence_operand(P), wgmma_fence_operand(rounded_dS);
+    wgmma_wait<1>();  // Z_dS and from_do are complete; the update may still run
+    wgmma_fence_operand(Z_dS), wgmma_fence_operand(rounded_dS);
     if constexpr (OUTPUTS) wgmma_fence_operand(from_do);
-    each_two([&](int i, int c, int m) {
+    each_two([&](int i, int step, int m) {
       // In this pass key_start_factors have beta: beta_j E_j, divided by |k_j| if normalized.
       const float2 from_start = load_float2(gates.key_start_factors + i / 4 * 8 + 2 * (lane & 3));
-      Y[c][m] = pack<T>(-from_start.x * P[i], -from_start.y * P[i + 1]);
+      Y[step][m] = pack<T>(-from_start.x * Z_dS[i], -from_start.y * Z_dS[i + 1]);
     });
     wgmma_fence();
     start_state_update<T, BK>(dS, Y, rows + CHUNK * (128 / 16));  // dS += sum_j k_j Y_j: keys are CHUNK rows after W
     if constexpr (OUTPUTS) {
       each_two([&](int i, int, int) {
         const float2 beta = load_float2(gates.beta + i / 4 * 8 + 2 * (lane & 3));
-        from_do[i] = beta.x * (P[i] + from_do[i]), from_do[i + 1] = beta.y * (P[i + 1] + from_do[i + 1]);
+        from_do[i] = beta.x * (Z_dS[i] + from_do[i]), from_do[i + 1] = beta.y * (Z_dS[i + 1] + from_do[i + 1]);
       });
       store_transposed(in.values[at.warpgroup], at.channel_offset, from_do);
     }

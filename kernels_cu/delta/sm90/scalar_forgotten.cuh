@@ -50,10 +50,10 @@ __device__ __forceinline__ int all_chunks(const WorkTile& work) { return (work.t
 // segment does not forget. BACKWARDS: the walk goes backwards in time and ends with the segment's first chunk. All
 // threads call this and get the same answer; it has barriers of the block. Beside what scalar_chunks.cuh says, S has
 // sums, a number for each warp.
-template <bool BACKWARDS, class S, class Args>
-__device__ __forceinline__ int remembered_chunks(S& s, const Args& args, const WorkTile& work) {
-  using T = typename S::T;
-  constexpr int THREADS = ALL_THREADS<S::BV>, WARPS = THREADS / 32;
+template <bool BACKWARDS, class Memory, class Args>
+__device__ __forceinline__ int remembered_chunks(Memory& s, const Args& args, const WorkTile& work) {
+  using T = typename Memory::T;
+  constexpr int THREADS = ALL_THREADS<Memory::BV>, WARPS = THREADS / 32;
   if (!args.g.p) return -1;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, chunks = all_chunks(work);
   const auto share = [&](float x) {  // fills s.sums with the sum of x over each warp

@@ -9,14 +9,18 @@
 //           Z_j = beta_j sum_i N_ij L_i k_i.  With the chunk's values v:  o = W S + B v;  S <- E_32 S + Z^T X
 // shapes    q k [B, H, T, K], v o [B, HV, T, V], g beta [B, HV, T] of any strides; states [sequences, HV, K, V]
 //           float32. With P > 1, sequences in `shape` are segments, P of each sequence; starts: join_segments.cu
-// grid      a block for every (sequence, head of v, BV columns of V), columns fastest, sequence slowest
+// grid      a block for every (sequence, value head, BV columns of V), columns fastest, sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, o and S.
 //           Operands: a warpgroup makes A and M of chunk n + 2, and B, W and Z of chunk n (BK = 128: A and M while the
 //           product for W runs; BK = 64: after it). In a last warpgroup warp 0 copies chunks, warp 1 computes decays,
 //           and warps 2 and 3 invert I + diag(beta) M of even and odd chunks
-// smem      scalar_forward_storage.cuh, which names the barriers, too
-// barriers  one in is_whole: its threads agree whether a number is not finite. Named 1, of the operands' warpgroup:
-//           minus_BE is written, and what W, B and Z overwrite has been read
+// smem      Stage (scalar_stage.cuh): a chunk's q, k and v, and its matrices; W overwrites q, and o overwrites v
+// barriers  by stage, in this order. full: queries and keys have arrived; values_full: values have arrived; then
+//           complete in shared memory: decays_ready: D and Gates; scores_ready: A and M; inverse_ready: N diag(beta);
+//           operands_ready: B, W and Z; outputs_ready: o, and all of the stage has been read. One in is_whole, which
+//           start_of_walk calls: all threads learn whether a number of the states that segments start from is not
+//           finite. Named 1, of the operands' warpgroup: minus_BE is written, and what W, B and Z overwrite has been
+//           read
 // numerics  products of T are summed in float32. q, k and v are used undecayed; S, W, X and Z are rounded to T; each
 //           element of A, B and N is the sum of two T ("split"): the rounded number and its rounding error. |W_i| <=
 //           scale |q_i| and |Z_j| <= beta_j |k_j| if gates are <= 0 and beta |k|^2 <= 2, for any keys: no large numbers
@@ -24,10 +28,10 @@
 //           in between, never a quotient, so that gates may be any numbers <= 0, -inf too
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10; the chunk's form is the WY representation multiplied out
 // limits    sm_90a; bfloat16, float16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "delta/sm90/scalar_forward_storage.cuh"
+#include "delta/sm90/scalar_chunks.cuh"
 
 // From the includes:
-//   shape.H: heads of values
+//   shape.H: value heads
 //   wgmma_fence_operand(d): the compiler reads no register of d before it. mn_major_tile: wgmma's descriptor of a tile
 //     whose rows are summed over
 //   RingPosition: a place in the ring of stages; `stage`, and `parity`, which waits for its mbarriers take
@@ -42,22 +46,57 @@
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
 //     start_state_update: S += x rows; start_split_product: with a split matrix; decay_state: S times the chunk's
 //     decay; make_X: v less what keys read
-//   Gates: factors of a chunk's tokens
+//   Panel: 32 rows of 128 bytes; a split matrix has its rounding errors in columns 32 to 63. Gates: factors of a
+//     chunk's tokens; Upcoming: decays and betas of later chunks
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
+//   run_roles initialises the barriers, and calls consume by the consumers, make_operands by the operands' warpgroup,
+//     and move_chunks by the copying warp, which stores o, too; decays and inverses are the same in all kernels
+
+template <typename T> struct Args {
+  TensorMap q, k, v, o;  // boxes of a chunk's tokens and 64 columns, swizzled
+  StridedRows<const T> q_rows, k_rows, v_rows;
+  StridedRows<T> o_rows;
+  StridedRows<const void> g, beta;  // no gate: null
+  Shape shape;                      // H is the number of value heads
+  const float* initial;             // null: zeros
+  float* final;                     // null: no final state is wanted
+  float* starts;                    // join_segments.cu; null: sequences are not cut into segments
+  i64 P;                            // segments of a sequence; in `shape` segments are sequences
+  i64 group;                        // value heads that share a head of queries and keys
+  i64 state_k, state_v;             // the states' strides along K and V, in numbers
+  i64 wide_gate, wide_beta;         // whether g, and beta, are float32; otherwise they are of type T
+  i64 normalized;                   // whether the kernel divides queries and keys x by sqrt(|x|^2 + 1e-6)
+  double scale;
+};
+
+template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
+  using T = Element;
+  static constexpr Pass PASS = FORWARD;
+  static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = BK + BV == 128 ? 3 : 5;
+  Stage<T, BK, BV> stages[STAGES];
+  Panel<T> minus_BE[2];  // -B_ij E_j, [query, key], split: for W; of a chunk and the one before it, [chunk % 2]
+  Gates gates[STAGES];
+  Upcoming upcoming;
+  const float* from;  // the state that the block starts from; null: zeros
+  float* to;          // the memory for the state that it ends with; null: not wanted
+  MBarrier full[STAGES], values_full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES],
+      operands_ready[STAGES], outputs_ready[STAGES];
+};
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
-// A consumer: X, o and the state S of each chunk. first: the block's first column of V.
-template <class S>
-__device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, int first) {
-  using T = typename S::T;
-  constexpr int BK = S::BK;
-  const Consumer at(first);
+// A consumer: X, o and the state S of each chunk. first_column: the block's first of V.
+template <class Memory>
+__device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T>& args, const WorkTile& work,
+                                        int first_column) {
+  using T = typename Memory::T;
+  constexpr int BK = Memory::BK;
+  const Consumer at(first_column);
   // The state: columns `at.column` + 8h, channels 8n + 2 (lane % 4) + p at state[4n + 2h + p].
   float state[BK / 2] = {};
   if (s.from)
     each_transposed<BK>(state, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
-  RingPosition<S::STAGES> ring;
+  RingPosition<Memory::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
     auto& in = s.stages[ring.stage];
@@ -72,11 +111,12 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     mbarrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
-    start_state_product<T>(S_k, rounded_state,
-                           [&](int p) { return descriptor + descriptor_offset(in, in.queries_keys[p] + CHUNK); });
+    start_state_product<T>(S_k, rounded_state, [&](int panel) {
+      return descriptor + descriptor_offset(in, in.queries_keys[panel] + CHUNK);
+    });
     wgmma_commit();
     start_state_product<T>(o, rounded_state,
-                           [&](int p) { return descriptor + descriptor_offset(in, in.queries_keys[p]); });
+                           [&](int panel) { return descriptor + descriptor_offset(in, in.queries_keys[panel]); });
     wgmma_commit();
     decay_state(state, gates.chunk_decay);
     wgmma_wait<1>();

@@ -11,12 +11,12 @@
 // shapes    k [B, H, T, K], v [B, HV, T, V], g beta [B, HV, T]; segments are sequences in `shape`; initial state
 //           [N, HV, K, V] float32; starts, F, forgets: join_segments.cu. G of a sequence's last segment, and F of its
 //           first and last one, are not needed and not computed
-// grid      a block for every (segment, head of v, BV columns of G), columns fastest, segment slowest; then the same of
-//           F. Where segments forget, the last blocks are short
+// grid      a block for every (segment, value head, BV columns of G), columns fastest, segment slowest; then the same
+//           of F. Where segments forget, the last blocks are short
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X and S.
 //           Operands: a warpgroup makes M of chunk n + 2, and Z of chunk n. In a last warpgroup warp 0 copies chunks,
 //           warp 1 computes decays, and warps 2 and 3 invert I + diag(beta) M of even and odd chunks
-// smem      Stage (scalar_chunks.cuh): a chunk of tokens and its matrices; sums of gates by warps
+// smem      Stage (scalar_stage.cuh): a chunk of tokens and its matrices; sums of gates by warps
 // barriers  __syncthreads while a block looks for the chunk from which it walks. By stage, in this order: full: keys
 //           have arrived; values_full: values have arrived; then complete in shared memory: decays_ready: Gates and D;
 //           scores_ready: M; inverse_ready: N diag(beta) times decays to the chunk's end; operands_ready: Z;
@@ -27,7 +27,7 @@
 #include "delta/sm90/scalar_forgotten.cuh"
 
 // From the includes:
-//   shape.H: heads of values
+//   shape.H: value heads
 //   wgmma_fence_operand(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
 //   work_tile: the head and tokens of a segment; run_roles: calls the function of each warp's role
@@ -75,23 +75,23 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
 };
 
 // A warp that fills each stage with a chunk's keys, and, if has_values, with BV columns of its values from `column` on.
-template <class S>
-__device__ __forceinline__ void move_keys_and_values(S& s, const Args<typename S::T>& args, const WorkTile& work,
-                                                     bool has_values, int column) {
+template <class Memory>
+__device__ __forceinline__ void move_keys_and_values(Memory& s, const Args<typename Memory::T>& args,
+                                                     const WorkTile& work, bool has_values, int column) {
   WorkTile keys = work;
   keys.head /= int(args.group);
-  RingPosition<S::STAGES> ring;
+  RingPosition<Memory::STAGES> ring;
   // fetch_chunk: all lanes arrive at the barrier, whose phase ends when the copies have arrived.
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
     auto& stage = s.stages[ring.stage];
-    if (token >= S::STAGES * CHUNK) {
+    if (token >= Memory::STAGES * CHUNK) {
       mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
       fence_proxy_async();  // orders consumers' reads before the copies that overwrite the stage
     }
     fetch_chunk(s.full[ring.stage], keys, token, [&](auto f) {
-      for (int panel = 0; panel < S::BK / 64; ++panel) {
-        auto& tile = *reinterpret_cast<Panel<typename S::T>(*)[1]>(&stage.queries_keys[panel][CHUNK]);
+      for (int panel = 0; panel < Memory::BK / 64; ++panel) {
+        auto& tile = *reinterpret_cast<Panel<typename Memory::T>(*)[1]>(&stage.queries_keys[panel][CHUNK]);
         f(tile, args.k, args.k_rows, args.shape.K, 64 * panel);
       }
     });
@@ -105,14 +105,14 @@ __device__ __forceinline__ void move_keys_and_values(S& s, const Args<typename S
 // The operands' warpgroup, all chunks. In each iteration: M of chunk + 2 (make_scores, or start_scores and
 // store_scores, which also wait for decays), and Z of the chunk, the product of keys and inverse_to_end, which
 // overwrites M. channel_offset and left_offset: byte offsets in a panel that the lane gives to ldmatrix and stmatrix.
-template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
-  static_assert(S::STAGES >= 3, "chunk, chunk + 1 and chunk + 2 have a stage each");
-  using T = typename S::T;
-  constexpr int PANELS = S::BK / 64;
+template <class Memory> __device__ __forceinline__ void make_Z(Memory& s, int tokens) {
+  static_assert(Memory::STAGES >= 3, "chunk, chunk + 1 and chunk + 2 have a stage each");
+  using T = typename Memory::T;
+  constexpr int PANELS = Memory::BK / 64;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   const int lane = threadIdx.x & 31, channel_offset = channel_operand_offset(lane, warp),
             left_offset = left_operand_offset(lane);
-  RingPosition<S::STAGES> ring, scores_ring;
+  RingPosition<Memory::STAGES> ring, scores_ring;
 #pragma unroll 1
   for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scores_ring.next())
     make_scores(s, scores_ring, lane, warp, left_offset);
@@ -122,7 +122,8 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
     Operand keys[PANELS];
     Values z[PANELS], scores;
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) load_transposed(keys[p], in.queries_keys[p] + CHUNK, channel_offset);
+    for (int panel = 0; panel < PANELS; ++panel)
+      load_transposed(keys[panel], in.queries_keys[panel] + CHUNK, channel_offset);
     const bool has_scores = (chunk + 2) * CHUNK < tokens;
     if (has_scores) mbarrier_wait(s.full[scores_ring.stage], scores_ring.parity);
     wgmma_fence();
@@ -133,12 +134,14 @@ template <class S> __device__ __forceinline__ void make_Z(S& s, int tokens) {
     hide_origin(inverse_to_end);  // see stage_descriptor
     wgmma_fence();
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) start_split_product<T>(z[p], keys[p], inverse_to_end, OVERWRITE);
+    for (int panel = 0; panel < PANELS; ++panel)
+      start_split_product<T>(z[panel], keys[panel], inverse_to_end, OVERWRITE);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_fence_operand(scores);
 #pragma unroll
-    for (int p = 0; p < PANELS; ++p) wgmma_fence_operand(z[p]), store_transposed(in.Z[p], channel_offset, z[p]);
+    for (int panel = 0; panel < PANELS; ++panel)
+      wgmma_fence_operand(z[panel]), store_transposed(in.Z[panel], channel_offset, z[panel]);
     fence_proxy_async();
     warp_arrive(s.operands_ready[ring.stage]);
     if (has_scores) store_scores(s, scores_ring, scores, lane, warp, left_offset);
@@ -159,13 +162,13 @@ struct StateLayout {
   int state_k, state_v, K, V;
 };
 
-// A consumer: X and the state S, G or F, of each chunk. first: the block's first column.
-template <class S>
-__device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, const WorkTile& work, const Ends& ends,
-                                        int first) {
-  using T = typename S::T;
-  constexpr int BK = S::BK;
-  const Consumer at(first);
+// A consumer: X and the state S, G or F, of each chunk. first_column: the block's.
+template <class Memory>
+__device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T>& args, const WorkTile& work,
+                                        const Ends& ends, int first_column) {
+  using T = typename Memory::T;
+  constexpr int BK = Memory::BK;
+  const Consumer at(first_column);
   const int lane = at.lane, column = at.column;
   float state[BK / 2] = {};
   if (ends.is_identity) {
@@ -176,7 +179,7 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
   } else if (ends.from) {
     each_transposed<BK>(state, ends.from, args, args.shape, column, [](float& x, const float* from) { x = *from; });
   }
-  RingPosition<S::STAGES> ring;
+  RingPosition<Memory::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
     auto& in = s.stages[ring.stage];
@@ -188,8 +191,9 @@ __device__ __forceinline__ void consume(S& s, const Args<typename S::T>& args, c
     mbarrier_wait(s.full[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
-    start_state_product<T>(S_k, rounded_state,
-                           [&](int p) { return descriptor + descriptor_offset(in, in.queries_keys[p] + CHUNK); });
+    start_state_product<T>(S_k, rounded_state, [&](int panel) {
+      return descriptor + descriptor_offset(in, in.queries_keys[panel] + CHUNK);
+    });
     wgmma_commit();
     mbarrier_wait(s.decays_ready[ring.stage], ring.parity);
     decay_state(state, gates.chunk_decay);
@@ -235,8 +239,8 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<SUMMARY, BK, BV>::B
   const bool forgets = chunks >= 0;
   if (is_F && column == 0 && threadIdx.x == 0) args.forgets[work.sequence_head] = forgets;
   if (forgets) ends.from = nullptr, ends.is_identity = false;
-  const int first = forgets ? (all_chunks(work) - chunks) * CHUNK : 0;
-  set_tokens(work, work.start + first, forgets && is_F ? 0 : work.tokens - first);
+  const int skipped = forgets ? (all_chunks(work) - chunks) * CHUNK : 0;  // tokens before the walk
+  set_tokens(work, work.start + skipped, forgets && is_F ? 0 : work.tokens - skipped);
   run_roles(
       s, args, work, [&] { consume(s, args, work, ends, column); }, [&] { make_Z(s, work.tokens); },
       [&] { move_keys_and_values(s, args, work, !is_F, column); });
