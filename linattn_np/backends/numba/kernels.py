@@ -11,9 +11,8 @@ among all, and within its batch row, which has S; k0, v0, t0, j0: the first chan
 import math
 from functools import cache
 
-from .runtime import cuda
+from .runtime import THREADS, cuda
 
-THREADS = 64
 COLS = 16  # columns of V in a tile
 GROUPS = THREADS // COLS  # threads that compute the same column of a tile, each for its own rows
 ROWS = 64  # rows of a tile of the state or of the output
@@ -22,6 +21,12 @@ INNER = 32  # terms of a product's sums whose operands are in shared memory at a
 SUB = 16  # tokens of a sub-chunk, contract.SUB_CHUNK
 SUB_EACH = SUB // GROUPS  # tokens of a sub-chunk that one thread keeps in registers
 PADDED = INNER + 1  # the length of a tile's rows in shared memory: they then start in different banks
+
+
+@cuda.jit(device=True, inline="always")
+def coordinates(i, x, y, z):
+    """The four indices of element i of an array [any number, z, y, x], the last axis first."""
+    return i % x, i // x % y, i // (x * y) % z, i // (x * y * z)
 
 
 @cuda.jit(device=True, inline="always")
@@ -59,7 +64,7 @@ def chunk_cumsum(g, chunks, b, e):
     i = cuda.grid(1)
     if i >= B * H * NC * K:
         return
-    row, head, c, x = i // (K * NC * H), i // (K * NC) % H, i // K % NC, i % K
+    x, c, head, row = coordinates(i, K, NC, H)
     start, stop = chunks[c, 0], chunks[c, 1]
     total = real(0)
     for t in range(start, stop):
@@ -86,7 +91,7 @@ def gated_qk(q, k, b, e, chunks, qg, kg, exclusive):
     i = cuda.grid(1)
     if i >= B * H * NC * K:
         return
-    row, head, c, x = i // (K * NC * H), i // (K * NC) % H, i // K % NC, i % K
+    x, c, head, row = coordinates(i, K, NC, H)
     d = real(0)
     for t in range(chunks[c, 0], chunks[c, 1]):
         after = b[row, head, t, x]
@@ -121,10 +126,8 @@ def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
     V = v.shape[3]
     S = first_chunk.shape[0] - 1
     v_tiles, k_tiles = (V + COLS - 1) // COLS, (K + ROWS - 1) // ROWS
-    block = cuda.blockIdx.x
-    v0, k0 = block % v_tiles * COLS, block // v_tiles % k_tiles * ROWS
-    head, n = block // (v_tiles * k_tiles) % H, block // (v_tiles * k_tiles * H)
-    row, s = n // S, n % S
+    v_tile, k_tile, head, n = coordinates(cuda.blockIdx.x, v_tiles, k_tiles, H)
+    v0, k0, row, s = v_tile * COLS, k_tile * ROWS, n // S, n % S
     thread = cuda.threadIdx.x
     col, first = thread % COLS, thread // COLS * ROWS_EACH
 
@@ -180,9 +183,8 @@ def intra_chunk_below(q, k, g, chunks, subs, A, exclusive):
 
     _, H, _, K = q.shape
     NC, pairs = chunks.shape[0], subs * (subs - 1) // 2
-    block = cuda.blockIdx.x
-    c, head, row = block // pairs % NC, block // (pairs * NC) % H, block // (pairs * NC * H)
-    i, j = 1, block % pairs  # row i of the triangle has i sub-chunks of keys
+    j, c, head, row = coordinates(cuda.blockIdx.x, pairs, NC, H)
+    i = 1  # row i of the triangle has i sub-chunks of keys
     while j >= i:
         j -= i
         i += 1
@@ -248,9 +250,8 @@ def intra_chunk_diagonal(q, k, g, u, chunks, subs, A, exclusive):
 
     _, H, _, K = q.shape
     C, NC = A.shape[3], chunks.shape[0]
-    block = cuda.blockIdx.x
-    first, c = block % subs * SUB, block // subs % NC
-    head, row = block // (subs * NC) % H, block // (subs * NC * H)
+    sub, c, head, row = coordinates(cuda.blockIdx.x, subs, NC, H)
+    first = sub * SUB
     start, stop = chunks[c, 0] + first, chunks[c, 1]
     if start >= stop:
         return
@@ -307,10 +308,8 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
     _, H, _, K = qg.shape
     V, NC = v.shape[3], chunks.shape[0]
     v_tiles, t_tiles = (V + COLS - 1) // COLS, (subs * SUB + ROWS - 1) // ROWS
-    block = cuda.blockIdx.x
-    v0, first_row = block % v_tiles * COLS, block // v_tiles % t_tiles * ROWS
-    c, head = block // (v_tiles * t_tiles) % NC, block // (v_tiles * t_tiles * NC) % H
-    row = block // (v_tiles * t_tiles * NC * H)
+    v_tile, t_tile, c, n = coordinates(cuda.blockIdx.x, v_tiles, t_tiles, NC)
+    v0, first_row, head, row = v_tile * COLS, t_tile * ROWS, n % H, n // H
     start, stop = chunks[c, 0], chunks[c, 1]
     t0 = start + first_row
     if t0 >= stop:

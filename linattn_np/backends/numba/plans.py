@@ -99,7 +99,7 @@ class NumbaLaunches:
         kernel, blocks = kernels.recurrent(key_channels(self.problem), delta), N * H * ceil_div(V, kernels.COLS)
         scale = self.real(self.problem.scale)
         exclusive = op in (RWKV7, RWKV7_STEP) if delta else self.exclusive
-        launch(kernel, blocks, kernels.THREADS, q, k, v, g, u, a, b, bounds, rows, state, o, scale, exclusive)
+        launch(kernel, blocks, q, k, v, g, u, a, b, bounds, rows, state, o, scale, exclusive)
         return self.finished(o, out)
 
     def gated_arguments(self, q, k, v, g, *u):
@@ -130,13 +130,12 @@ class NumbaLaunches:
     # -- stages --
     def chunk_cumsum(self, g):
         b, e, chunks = self.empty_like(g, g.shape), self.empty_like(g, g.shape), self.chunks
-        launch(kernels.chunk_cumsum, self.channel_blocks(g), kernels.THREADS, g, chunks, b, e)
+        launch(kernels.chunk_cumsum, self.channel_blocks(g), g, chunks, b, e)
         return b, e
 
     def gated_qk(self, q, k, b, e):
         qg, kg, chunks = self.empty_like(q, q.shape), self.empty_like(q, q.shape), self.chunks
-        blocks = self.channel_blocks(q)
-        launch(kernels.gated_qk, blocks, kernels.THREADS, q, k, b, e, chunks, qg, kg, self.exclusive)
+        launch(kernels.gated_qk, self.channel_blocks(q), q, k, b, e, chunks, qg, kg, self.exclusive)
         return qg, kg
 
     def inter_chunk(self, kg, v, b):
@@ -144,22 +143,22 @@ class NumbaLaunches:
         h = self.xp.empty((B, H, len(chunks), K, V), self.real)
         first_chunk = self.xp.asarray(self.problem.spans.chunk_bounds(self.chunk_size))
         blocks = N * H * ceil_div(K, kernels.ROWS) * ceil_div(V, kernels.COLS)
-        launch(kernels.inter_chunk, blocks, kernels.THREADS, kg, v, b, chunks, first_chunk, h, state)
+        launch(kernels.inter_chunk, blocks, kg, v, b, chunks, first_chunk, h, state)
         return h, self.final(state)
 
     def intra_chunk(self, q, k, g, *u):
         (B, H, T), subs, chunks = self.problem.shape("B H T"), self.sub_chunks, self.chunks
         A = self.empty_like(q, (B, H, T, self.chunk_size))
         blocks, more = B * H * len(chunks), (chunks, subs, A, self.exclusive)
-        launch(kernels.intra_chunk_below, blocks * (subs * (subs - 1) // 2), kernels.THREADS, q, k, g, *more)
-        launch(kernels.intra_chunk_diagonal, blocks * subs, kernels.THREADS, q, k, g, self.bonus(*u), *more)
+        launch(kernels.intra_chunk_below, blocks * (subs * (subs - 1) // 2), q, k, g, *more)
+        launch(kernels.intra_chunk_diagonal, blocks * subs, q, k, g, self.bonus(*u), *more)
         return A
 
     def combine(self, qg, h, A, v):
         (B, H, V), subs, chunks = self.problem.shape("B H V"), self.sub_chunks, self.chunks
         o, scale = self.output(qg, v.shape, self.problem.out), self.real(self.problem.scale)
         blocks = B * H * len(chunks) * ceil_div(subs * SUB_CHUNK, kernels.ROWS) * ceil_div(V, kernels.COLS)
-        launch(kernels.combine, blocks, kernels.THREADS, qg, h, A, v, chunks, subs, o, scale)
+        launch(kernels.combine, blocks, qg, h, A, v, chunks, subs, o, scale)
         return self.finished(o, self.problem.out)
 
     def channel_blocks(self, x) -> int:

@@ -18,20 +18,21 @@ finally:
 from numba import cuda
 from numba.core import config
 
+THREADS = 64  # of a block, in every kernel
 SIMULATED = bool(vars(config)["ENABLE_CUDASIM"])  # Numba reads this from the environment
 
 
-def launch(kernel, blocks, threads, *arguments):
+def launch(kernel, blocks, *arguments):
     """Enqueues `kernel` on CuPy's current stream; does nothing if an array is empty, as no state then changes."""
     if blocks == 0 or any(getattr(x, "size", 1) == 0 for x in arguments):
         return
     if SIMULATED:
-        kernel[blocks, threads](*map(simulated, arguments))
+        kernel[blocks, THREADS](*map(simulated, arguments))
     else:
         stream = cuda.external_stream(sys.modules["cupy"].cuda.get_current_stream().ptr)
         with warnings.catch_warnings():  # Numba warns of small grids, which small problems have
             warnings.filterwarnings("ignore", ".*Grid size")
-            configured = kernel[blocks, threads, stream]
+            configured = kernel[blocks, THREADS, stream]
         configured(*map(on_device, arguments))
 
 
