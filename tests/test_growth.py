@@ -115,18 +115,18 @@ def test_what_grows_on_both_sides_of_a_strong_decay(device, rng, monkeypatch, op
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("parts", (1, 3))
+@pytest.mark.parametrize("K, parts", ((64, 1), (64, 3), (136, 1)))
 @pytest.mark.parametrize("before", ((), (90,)), ids=("dense", "packed"))
 @pytest.mark.parametrize("dtype", (SINGLE, HALF, BFLOAT16), ids=str)
 @pytest.mark.parametrize("backwards", (False, True), ids=("states", "gradients"))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
-def test_what_one_column_forgets_another_remembers(device, rng, monkeypatch, op, backwards, dtype, before, parts):
+def test_what_one_column_forgets_another_remembers(device, rng, monkeypatch, op, backwards, dtype, before, K, parts):
     """In the walk's direction the second of three segments ends with 64 nats of decay, and the third begins with as
     much growth. Both write to the first 128 columns alone: only these hide what came before."""
     for name in ("segments_that_fill", "cheapest_forward_count", "summarised_segments", "cheapest_backward_count"):
         monkeypatch.setattr(cuts, name, lambda *sizes: 3)
     monkeypatch.setattr(cuts, "parts_per_segment", lambda *sizes: parts)
-    call = Call(op, rng, lambda rng, shape: np.zeros(shape), dtype, V=200, lengths=(*before, 1536))
+    call = Call(op, rng, lambda rng, shape: np.zeros(shape), dtype, K=K, V=200, lengths=(*before, 1536))
 
     def walked(x):
         return x[:, :, sum(before) :][:, :, :: -1 if backwards else 1]
