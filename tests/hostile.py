@@ -51,16 +51,16 @@ def roots():
     yield "posix.system", Call(named("posix", "system"), COMMAND), "asks for 'posix system'"
     yield "eval", Call(named("builtins", "eval"), f"__import__('os').system('{COMMAND}')"), "'builtins eval'"
     yield "exec of Python 2", Call(named("__builtin__", "exec"), "open('canary', 'w')"), "'__builtin__ exec'"
-    yield ("subprocess in a value", {"a": Call(named("subprocess", "getoutput"), COMMAND)}, "'subprocess getoutput'")
+    yield "subprocess in a value", {"a": Call(named("subprocess", "getoutput"), COMMAND)}, "'subprocess getoutput'"
     yield (
         "hooks",
         {"a": Call(REBUILD, FLOATS, 0, (12,), (1,), False, Call(named("os", "system"), COMMAND))},
         "os system",
     )
-    yield ("getattr", Call(Call(named("builtins", "getattr"), named("os", "path"), "os"), "x"), "'builtins getattr'")
+    yield "getattr", Call(Call(named("builtins", "getattr"), named("os", "path"), "os"), "x"), "'builtins getattr'"
     yield "attrgetter", Call(named("operator", "attrgetter"), "system"), "'operator attrgetter'"
     yield "a dotted name", Call(named("torch._utils", "_rebuild_tensor_v2.__globals__")), "_v2.__globals__'"
-    yield ("a dotted storage", Call(named("torch", "FloatStorage.from_file"), "/etc/passwd"), "FloatStorage.from_file")
+    yield "a dotted storage", Call(named("torch", "FloatStorage.from_file"), "/etc/passwd"), "FloatStorage.from_file"
     yield "a dotted dict", Call(named("collections", "OrderedDict.fromkeys"), "ab"), "OrderedDict.fromkeys'"
     yield "a name in the module", Call(named("collections OrderedDict", "")), "'collections OrderedDict '"
     yield "an empty module", Call(named("", "collections OrderedDict")), "' collections OrderedDict'"
@@ -75,8 +75,8 @@ def roots():
     )
     yield "a string called", Raw(b"X\1\0\0\0a)R"), "calls 'a', expected a function"
     yield "a dict with arguments", Call(ORDERED_DICT, [("a", 1)]), "ordered_dict gets 1 arguments, expected 0"
-    yield ("too few arguments", {"a": Call(REBUILD, FLOATS, 0, (12,))}, "rebuild_tensor gets 3 arguments, expected 6")
-    yield ("metadata", {"a": Call(REBUILD, FLOATS, 0, (12,), (1,), False, Call(ORDERED_DICT), {})}, "7 arguments")
+    yield "too few arguments", {"a": Call(REBUILD, FLOATS, 0, (12,))}, "rebuild_tensor gets 3 arguments, expected 6"
+    yield "metadata", {"a": Call(REBUILD, FLOATS, 0, (12,), (1,), False, Call(ORDERED_DICT), {})}, "7 arguments"
     yield "no storage", {"a": tensor("0", (3,))}, "given something else, expected a storage"
     yield (
         "a parameter of nothing",
@@ -134,7 +134,7 @@ def roots():
     yield "a tuple that doubles", Raw(b"}X\1\0\0\0a)" + b"q\0h\0\x86" * 1000 + b"s"), "'a' is a tuple"
     yield "opcodes without end", Raw(b"}" * 300_000), "more than 262144 opcodes"
     slots = b"".join(b"r" + struct.pack("<I", n << 12) for n in range(270_000))
-    yield ("memo slots without end", Raw(b"}" + slots), "opcodes")
+    yield "memo slots without end", Raw(b"}" + slots), "opcodes"
     yield "itself", Raw(b"}q\0X\1\0\0\0ah\0s"), "'a' is a dict, expected tensors alone"
     yield "a list of itself", Raw(b"}X\1\0\0\0a]q\0h\0as"), "'a' is a list"
     yield "a list", [tensor(FLOATS, (3,))], "holds a list"
@@ -142,7 +142,7 @@ def roots():
     yield "a number as key", {1: tensor(FLOATS, (3,))}, "1 is a Tensor, expected tensors alone"
     yield "a long key", {"a" * 5000: tensor(FLOATS, (3,))}, "expected a whole number or a string of up to 1024"
     yield "a key twice", Raw(b"}X\1\0\0\0aNsX\1\0\0\0aNs"), "'a' is there twice"
-    yield ("another kind of reference", {"a": tensor(Persistent("module", "os"), (3,))}, "a persistent id is a tuple")
+    yield "another kind of reference", {"a": tensor(Persistent("module", "os"), (3,))}, "a persistent id is a tuple"
     yield (
         "a reference to a name",
         {"a": tensor(Persistent("module", ORDERED_DICT, "0", "cpu", 1), (3,))},
@@ -165,19 +165,15 @@ def roots():
         {"a": tensor(storage(np.float32, "../../canary", 12), (3,))},
         "no storage '../../canary'|no tensor",
     )
-    yield ("two dtypes", {"a": tensor(FLOATS, (3,)), "b": tensor(storage(np.int32, "0", 12), (3,))}, "in two ways")
+    yield "two dtypes", {"a": tensor(FLOATS, (3,)), "b": tensor(storage(np.int32, "0", 12), (3,))}, "in two ways"
     yield (
         "a storage that is longer",
         {"a": tensor(storage(np.float32, "0", 13), (3,))},
         "of 48 bytes, expected 13 of float32",
     )
-    yield (
-        "a storage of terabytes",
-        {"a": tensor(storage(np.float32, "0", 1 << 40), (3,))},
-        "expected 1099511627776 of",
-    )
-    yield ("a storage below nothing", {"a": tensor(storage(np.float32, "0", -12), (3,))}, "expected -12 of float32")
-    yield ("too many elements", a((13,)), r"takes 13 elements up to the 13th, expected no more than its storage of 12")
+    yield "a storage of terabytes", {"a": tensor(storage(np.float32, "0", 1 << 40), (3,))}, "expected 1099511627776 of"
+    yield "a storage below nothing", {"a": tensor(storage(np.float32, "0", -12), (3,))}, "expected -12 of float32"
+    yield "too many elements", a((13,)), r"takes 13 elements up to the 13th, expected no more than its storage of 12"
     yield "too many rows", a((4, 4)), "takes 16 elements"
     yield "an offset past the end", a((3,), offset=10), "up to the 13th"
     yield "an offset before the start", a((3,), offset=-1), "negative or a huge offset"
@@ -235,16 +231,16 @@ def archives():
         "compressed or encrypted",
     )
     yield "encrypted", changed(central={4: {"flags": 0x809}}), "compressed or encrypted"
-    yield ("encrypted in its own header", changed(local={4: {"flags": 0x809}}), "disagrees with the zip's directory")
-    yield ("big-endian", archive(entries(pickled(good), body, order=b"big")), "byte order is b'big', expected little")
-    yield ("two pickles", archive([*members, ("other/data.pkl", pickled({}))]), "2 entries named <stem>/data.pkl")
+    yield "encrypted in its own header", changed(local={4: {"flags": 0x809}}), "disagrees with the zip's directory"
+    yield "big-endian", archive(entries(pickled(good), body, order=b"big")), "byte order is b'big', expected little"
+    yield "two pickles", archive([*members, ("other/data.pkl", pickled({}))]), "2 entries named <stem>/data.pkl"
     yield "no pickle", archive(members[1:]), "0 entries named"
     yield "a pickle in another place", archive([("data.pkl", members[0][1]), *members[1:]]), "0 entries named"
     script = pickled(Call(named("__torch__", "M")))
     yield "TorchScript", archive([("m/data.pkl", script), ("m/constants.pkl", b").")]), "asks for '__torch__"
     yield "an entry twice", archive([*members, members[4]]), "'model/data/0' is there twice"
     yield "no storage", archive([*members[:4], *members[5:]]), "no storage '0' in the file"
-    yield ("an entry under another name", changed(local={4: {"name": b"model/data/7"}}), "'model/data/0' disagrees")
+    yield "an entry under another name", changed(local={4: {"name": b"model/data/7"}}), "'model/data/0' disagrees"
     yield "an entry with another size", changed(local={4: {"unpacked": 4, "packed": 4}}), "disagrees"
     yield "an entry at another's header", changed(central={4: {"at": 0}}), "disagrees"
     yield "an entry outside", changed(central={4: {"at": 1 << 30}}), "cut short or damaged at byte 1073741824"
@@ -285,9 +281,9 @@ def archives():
         archive([*members[:4], ("model/data/0", body[0] + bytes(4)), *members[5:]]),
         "of 52 bytes",
     )
-    yield ("an empty storage", archive([*members[:4], ("model/data/0", b""), *members[5:]]), "of 0 bytes, expected 12")
-    yield ("a pickle of megabytes", archive(entries(bytes(1 << 22), body)), "beside the weights has 4194304 bytes")
-    yield ("bytes after the pickle", archive(entries(pickled(good) + b"xyz", body)), "3 bytes follow the pickle")
+    yield "an empty storage", archive([*members[:4], ("model/data/0", b""), *members[5:]]), "of 0 bytes, expected 12"
+    yield "a pickle of megabytes", archive(entries(bytes(1 << 22), body)), "beside the weights has 4194304 bytes"
+    yield "bytes after the pickle", archive(entries(pickled(good) + b"xyz", body)), "3 bytes follow the pickle"
     yield "an empty pickle", archive(entries(b"", body)), "damaged .ValueError"
     yield "a cut pickle", archive(entries(pickled(good)[:-9], body)), "damaged"
     yield (
@@ -311,7 +307,7 @@ def archives():
     yield "two directories", changed(end={"plain": {"start": 0}}), "end records say"
     yield "a comment", changed(end={"plain": {"comment": 5}}), "a comment of 5 bytes"
     yield "a directory elsewhere", changed(end={"start": 0}), "right before its end record"
-    yield ("a directory before the start", changed(end={"start": (1 << 64) - 100}), "right before its end record")
+    yield "a directory before the start", changed(end={"start": (1 << 64) - 100}), "right before its end record"
     yield "a directory of exabytes", changed(end={"size": 1 << 60}), "right before its end record"
     yield "more entries than there are", changed(end={"count": 1 << 40}), "expected 1099511627776"
     yield "fewer entries than there are", changed(end={"count": 3}), "8 entries.*expected 3"
@@ -351,12 +347,12 @@ def olders():
     yield "code as keys", older(good, Call(named("os", "system"), COMMAND), both), "'os system'"
     yield "a dict of keys", older(good, {"0": None}, both), "holds a dict, expected a list of the storages"
     yield "a key twice", older(good, ["0", "0"], both), "'0' is listed twice"
-    yield ("a key of nothing", older(good, ["0", "1", "2"], both), "'2' is listed twice or belongs to no tensor")
+    yield "a key of nothing", older(good, ["0", "1", "2"], both), "'2' is listed twice or belongs to no tensor"
     yield "a key left out", older(good, ["0"], counted(12, body[0])), "no storage '1' in the file"
     yield "a deep key", older(good, [Raw(b")" + b"\x85" * 100_000)], both), "storage a tuple is listed"
-    yield ("a storage of another count", older(good, ["0", "1"], counted(11, body[0][4:]) + both[56:]), "of 44 bytes")
+    yield "a storage of another count", older(good, ["0", "1"], counted(11, body[0][4:]) + both[56:]), "of 44 bytes"
     yield "a negative count", older(good, ["0", "1"], counted(-1, body[0]) + both[56:]), "has -1 elements"
-    yield ("a huge count", older(good, ["0", "1"], counted((1 << 63) - 1, body[0]) + both[56:]), "its end before byte")
+    yield "a huge count", older(good, ["0", "1"], counted((1 << 63) - 1, body[0]) + both[56:]), "its end before byte"
     yield "bytes after the storages", older(good, ["0", "1"], both + b"x"), "1 bytes follow the last storage"
     whole = older_pth(GOOD)
     for size in (2, 10, 15, 100, 140, 300, len(whole) - 60, len(whole) - 12, len(whole) - 1):
@@ -402,7 +398,7 @@ def headers():
         "key twice|is damaged",
     )
     yield "bytes after the weights", safetensors({"a": a}, body + b"x"), "is damaged"
-    yield ("a header of exabytes", safetensors({"a": a}, body, size=1 << 62), "header claims 4611686018427387904 bytes")
+    yield "a header of exabytes", safetensors({"a": a}, body, size=1 << 62), "header claims 4611686018427387904 bytes"
     yield "a negative header", safetensors({"a": a}, body, size=(1 << 64) - 1), "the header claims"
     yield "no header", safetensors({}, b"", size=0), "the header claims 0 bytes"
     yield "a header of the whole file", safetensors(b"{}" * 10, b"", size=28), "the header claims 28"
@@ -420,62 +416,41 @@ def headers():
 def indices():
     """Indices beside a sound shard for each weight, one with both, and a damaged one."""
 
-    def index(where):
-        return json.dumps({"metadata": {}, "weight_map": where}).encode()
+    def index(*shards):
+        """The index of GOOD with these shards, in the order of the weights."""
+        return index_of(dict(zip(GOOD, shards)))
 
-    emb, bias = GOOD
-    yield (
-        "a path out of the folder",
-        index({emb: "../outside.safetensors", bias: "2.safetensors"}),
-        "a shard is '../outside",
-    )
-    yield ("a path from the root", index({emb: "/etc/passwd", bias: "2.safetensors"}), "a shard is '/etc/passwd'")
-    yield ("a path through the folder", index({emb: "./1.safetensors", bias: "2.safetensors"}), "in the same folder")
-    yield "a path of Windows", index({emb: "..\\1.safetensors", bias: "2.safetensors"}), "in the same folder"
-    yield "a drive of Windows", index({emb: "C:1.safetensors", bias: "2.safetensors"}), "in the same folder"
-    yield (
-        "a byte of nothing",
-        index({emb: "1.safetensors\0.safetensors", bias: "2.safetensors"}),
-        "in the same folder",
-    )
-    yield (
-        "a pickle",
-        index({emb: "1.pth", bias: "2.safetensors"}),
-        "a shard is '1.pth', expected the name of a .safetens",
-    )
-    yield ("the index itself", index({emb: "model.safetensors.index.json"}), "expected the name of a .safetensors file")
-    yield (
-        "a shard that is not there",
-        index({emb: "1.safetensors", bias: "3.safetensors"}),
-        "'3.safetensors' is not there",
-    )
+    def index_of(weight_map):
+        return json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+
+    yield "a path out of the folder", index("../outside.safetensors", "2.safetensors"), "a shard is '../outside"
+    yield "a path from the root", index("/etc/passwd", "2.safetensors"), "a shard is '/etc/passwd'"
+    yield "a path through the folder", index("./1.safetensors", "2.safetensors"), "in the same folder"
+    yield "a path of Windows", index("..\\1.safetensors", "2.safetensors"), "in the same folder"
+    yield "a drive of Windows", index("C:1.safetensors", "2.safetensors"), "in the same folder"
+    yield "a byte of nothing", index("1.safetensors\0.safetensors", "2.safetensors"), "in the same folder"
+    yield "a pickle", index("1.pth", "2.safetensors"), "a shard is '1.pth', expected the name of a .safetens"
+    yield "the index itself", index("model.safetensors.index.json"), "expected the name of a .safetensors file"
+    yield "a shard that is not there", index("1.safetensors", "3.safetensors"), "'3.safetensors' is not there"
     yield (
         "a name that no file can have",
-        index({emb: "1.safetensors", bias: "x" * 300 + ".safetensors"}),
+        index("1.safetensors", "x" * 300 + ".safetensors"),
         "the shard 'x+' is not there",
     )
-    yield ("a name that is no text", index({emb: "1.safetensors", bias: "\ud800.safetensors"}), "is not there")
-    yield "a folder as shard", index({emb: "1.safetensors", bias: "folder.safetensors"}), "is not there"
-    yield "a number as shard", index({emb: 1, bias: "2.safetensors"}), "a shard is 1, expected"
-    yield "a list as shard", index({emb: ["1.safetensors"]}), "a shard is a list"
-    yield (
-        "a name too many",
-        index({emb: "1.safetensors", bias: "2.safetensors", "x": "2.safetensors"}),
-        "disagree on 'x'",
-    )
-    yield (
-        "a name in the other shard",
-        index({emb: "2.safetensors", bias: "1.safetensors"}),
-        "disagree on 'emb.weight'",
-    )
-    yield "a name left out", index({emb: "1.safetensors", bias: "1.safetensors"}), "disagree on 'ln.bias'"
-    yield "a name that only the shard has", index({emb: "both.safetensors"}), "disagree on 'ln.bias'"
-    yield "a damaged shard", index({emb: "damaged.safetensors"}), "damaged.safetensors: is damaged"
-    yield "nothing", index({}), "weight_map is a dict, expected"
-    yield "a list", index([emb]), "weight_map is a list"
+    yield "a name that is no text", index("1.safetensors", "\ud800.safetensors"), "is not there"
+    yield "a folder as shard", index("1.safetensors", "folder.safetensors"), "is not there"
+    yield "a number as shard", index(1, "2.safetensors"), "a shard is 1, expected"
+    yield "a list as shard", index(["1.safetensors"]), "a shard is a list"
+    yield "a name too many", index_of(dict.fromkeys((*GOOD, "x"), "both.safetensors")), "disagree on 'x'"
+    yield "a name in the other shard", index("2.safetensors", "1.safetensors"), "disagree on 'emb.weight'"
+    yield "a name left out", index("1.safetensors", "1.safetensors"), "disagree on 'ln.bias'"
+    yield "a name that only the shard has", index("both.safetensors"), "disagree on 'ln.bias'"
+    yield "a damaged shard", index("damaged.safetensors"), "damaged.safetensors: is damaged"
+    yield "nothing", index(), "weight_map is a dict, expected"
+    yield "a list", index_of([*GOOD]), "weight_map is a list"
     yield "no weight_map", b"{}", "weight_map is a NoneType"
     yield "a list alone", b"[]", "the JSON is a list, expected an object"
-    yield ("a key twice", b'{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}', "the JSON has a key twice")
+    yield "a key twice", b'{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}', "the JSON has a key twice"
     yield "no JSON", b"{a", "the JSON is damaged"
     yield "no UTF-8", b'{"\xff\xff": 1}', "the JSON is damaged"
     yield "a deep one", b"[" * 1_000_000, "the JSON is damaged"
