@@ -65,14 +65,14 @@ __device__ __forceinline__ void copy_chunks(Shared<BV>& s, const Args& args, con
   for (int iteration = 0; iteration < STAGES; ++iteration)
     gates[iteration] = gate_of(args.g, work, first_token_of(iteration) + lane);
 #pragma unroll 1
-  for (int first_turn = 0; first_turn * CHUNK < work.tokens; first_turn += STAGES)
+  for (int first_of_round = 0; first_of_round * CHUNK < work.tokens; first_of_round += STAGES)
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      const int iteration = first_turn + stage;
+      const int iteration = first_of_round + stage;
       if (iteration * CHUNK >= work.tokens) break;
       Stage<BV>& in = s.stages[stage];
-      if (first_turn) {
-        mbarrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
+      if (first_of_round) {
+        mbarrier_wait(s.done[stage], first_of_round / STAGES - 1 & 1);
         fence_proxy_async();  // orders consumers' reads before the copies that overwrite the stage
       }
       // For each f(tile, tensor map, rows, width, first column), copies the chunk by the tensor map, or from `rows`
@@ -115,17 +115,18 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
   float S[BV / 2] = {}, total_decay = 1.f;
   load_and_store_initial_state<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, work, args.P,
                                    backwards, channel, tiles);
-  // Waits for a chunk, and sets x + remainder to its keys times their decays, for this warp's 16 channels.
-  const auto load = [&](u32(&x)[2][4], u32(&remainder)[2][4], int iteration) {
+  // Waits for a chunk, and sets keys + remainder to its keys times their decays, for this warp's 16 channels.
+  const auto load = [&](u32(&keys)[2][4], u32(&remainder)[2][4], int iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
     mbarrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
     float decays[8];
-    load_channels(x, in.keys[0]);
+    load_channels(keys, in.keys[0]);
     load_token_factors(decays, in.decays);
-    decay_tokens(x, remainder, decays);
+    decay_tokens(keys, remainder, decays);
   };
-  u32 x[2][4], remainder[2][4], next_x[2][4], next_remainder[2][4];  // decayed keys, of this chunk and of the next one
-  if (work.tokens > 0) load(x, remainder, 0);
+  // Decayed keys, of this chunk and of the next one.
+  u32 keys[2][4], remainder[2][4], next_keys[2][4], next_remainder[2][4];
+  if (work.tokens > 0) load(keys, remainder, 0);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < work.tokens; ++iteration) {
     Stage<BV>& in = s.stages[iteration % STAGES];
@@ -134,18 +135,18 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] *= decay;
     wgmma_fence();
-    write_state<BV>(S, x, in.values);  // starts S[channel, column] += sum over tokens of x values (warpgroup.cuh)
+    write_state<BV>(S, keys, in.values);  // starts S[channel, column] += sum over tokens of keys values (warpgroup.cuh)
     write_state<BV>(S, remainder, in.values);
     wgmma_commit();  // one group of both
     if ((iteration + 1) * CHUNK < work.tokens)
-      load(next_x, next_remainder, iteration + 1);  // while tensor cores multiply
+      load(next_keys, next_remainder, iteration + 1);  // while tensor cores multiply
     wgmma_wait<0>();
     wgmma_fence_operand(S);
-    wgmma_fence_operand(x), wgmma_fence_operand(remainder);
+    wgmma_fence_operand(keys), wgmma_fence_operand(remainder);
     mbarrier_arrive(s.done[iteration % STAGES]);  // loads of the stage are complete, too: products have used them
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      x[i / 4][i % 4] = next_x[i / 4][i % 4], remainder[i / 4][i % 4] = next_remainder[i / 4][i % 4];
+      keys[i / 4][i % 4] = next_keys[i / 4][i % 4], remainder[i / 4][i % 4] = next_remainder[i / 4][i % 4];
   }
   const i64 slot = state_index_of(work, backwards, tiles), K = args.shape.K,
             next = slot + (backwards ? -args.shape.H : args.shape.H);

@@ -71,7 +71,8 @@ template <class Pass, typename G> struct Args {
   float* decays;  // Summary: [N, H, 2, K], the decay over all chunks, and 1
   i64 segments;   // the segments into which each of the caller's sequences is cut
   i64 computed;   // Summary: how many of these are computed, from the first on
-  // Gated passes: [stretches, BK / 16, BK / 16, 32], bfloat16 states in the layout of lanes' registers
+  // Gated passes, both with one BK, to which the layer's K and V were rounded up: [stretches, BK / 16, BK / 16, 32],
+  // bfloat16 states in the layout of lanes' registers
   uint4* stretch_states;
   float* token_sums;  // Gated passes: q_i . dq_i of each tile of columns of dq
   void* dg;           // GatedKeys: numbers of the gates' type, or float32 if several blocks write parts of it
