@@ -39,7 +39,8 @@ __device__ __forceinline__ bool needs_mask(int column, int diagonal, int before,
 }
 
 // Sets x to `hidden_value` for the tokens that a row does not see. A lane has two rows of a product, with the positions
-// `diagonal` and `diagonal` + 8; the product's columns are the other side's tokens from `column` on.
+// `diagonal` and `diagonal` + 8; the product's columns are the other side's tokens from `column` on, 8 of them in x[n].
+// `length` is a reference, so that kernels with few registers load it where it is used.
 template <int EIGHTS>
 __device__ __forceinline__ void mask_rows(float (&x)[EIGHTS][4], int column, int diagonal, int before, int after,
                                           const i32& length, float hidden_value) {
@@ -69,7 +70,7 @@ __device__ __forceinline__ void mask_rows(float (&x)[N], int column, int diagona
 // The array `statistics` [B, H, chunks, 2, 64] has for every 64 queries of a sequence, a chunk, first L = log2 sum_j
 // e^s_ij and then delta = do . o less the gradient of log sum_j e^s_ij. L is infinite for a query that sees no key, and
 // after the sequence's end: weights are then 0.
-constexpr int CHUNK_QUERIES = 64;
+constexpr int CHUNK_QUERIES = 64, CHUNK_STATISTICS = 2 * CHUNK_QUERIES;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 

@@ -19,7 +19,7 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   THREADS = 128, CHUNK_QUERIES = 64
+//   THREADS = 128, CHUNK_QUERIES = 64; CHUNK_STATISTICS: numbers of a chunk in `statistics`
 //   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
 //   slope_of_cap: 1 - tanh^2, from the weight
 //   fetch: starts to copy tokens to a tile; store: stores a warp's sums, times a factor, by way of its rows of a tile
@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
     const int rows = work.other_length - tile * QUERIES, token = work.other_start + tile * QUERIES;
     fetch<QUERIES, D>(s.q[stage], args.q, work.batch, head, token, rows, args.K, args.vectors);
     fetch<QUERIES, D>(s.do_[stage], args.do_, work.batch, head, token, rows, args.V, args.vectors);
-    static_assert(2 * QUERIES == THREADS);
+    static_assert(CHUNK_STATISTICS == THREADS);  // a thread copies a number
     const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk + tile;
-    const float* from = args.statistics + chunk * THREADS + threadIdx.x;
+    const float* from = args.statistics + chunk * CHUNK_STATISTICS + threadIdx.x;
     cp_async<4>(&s.statistics[stage][0][threadIdx.x], rows > 0 ? from : args.statistics, rows > 0);
     cp_async_commit();
   };

@@ -23,7 +23,7 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   THREADS = 128, CHUNK_QUERIES = 64
+//   THREADS = 128, CHUNK_QUERIES = 64; CHUNK_STATISTICS: numbers of a chunk in `statistics`
 //   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
 //   slope_of_cap: 1 - tanh^2, from the weight
 //   fetch: starts to copy tokens to a tile; store: stores a warp's sums, times a factor, by way of its rows of a tile
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     s.delta[query] = delta;
     if (query / CHUNK_QUERIES * CHUNK_QUERIES < work.tokens) {
       float* const to =
-          args.statistics + (head * args.chunks + work.statistics_chunk + query / CHUNK_QUERIES) * (2 * CHUNK_QUERIES);
+          args.statistics + (head * args.chunks + work.statistics_chunk + query / CHUNK_QUERIES) * CHUNK_STATISTICS;
       to[query % CHUNK_QUERIES] = L, to[CHUNK_QUERIES + query % CHUNK_QUERIES] = delta;
     }
   }

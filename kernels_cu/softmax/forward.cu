@@ -49,9 +49,9 @@ template <typename T, int D, bool CAPPED> struct alignas(128) Shared {
 
 template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args) {
-  using S = Shared<T, D, CAPPED>;
-  constexpr int M = SIXTEENS<D, CAPPED>, QUERIES = S::QUERIES;
-  S& s = *reinterpret_cast<S*>(dynamic_smem());
+  using Memory = Shared<T, D, CAPPED>;
+  constexpr int M = SIXTEENS<D, CAPPED>, QUERIES = Memory::QUERIES;
+  Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written
   // The block's tile of queries: tokens work.start on, work.tokens of them. The other_... are the keys' sequence;

@@ -156,7 +156,7 @@ struct Queries {
     }
     if (L == minus_infinity()) L = -L;  // no key is seen, or there is no such query: its weights become e^-inf = 0
     if (place.column == 0) {
-      R* const to = args.statistics + (head * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + place.row;
+      R* const to = args.statistics + (head * args.chunks + work.statistics_chunk) * CHUNK_STATISTICS + place.row;
       to[0] = L, to[CHUNK_QUERIES] = delta;
     }
     if (is_empty) return;  // the whole warp
@@ -192,7 +192,7 @@ struct Keys {
         const int count = min(32, place.others.count - n), query = place.others.from + n + min(lane, count - 1);
         const i64 first = work.other_start + place.others.from + n, i = work.other_start + query;
         const R* statistics =
-            args.statistics + (chunk + query / CHUNK_QUERIES) * (2 * CHUNK_QUERIES) + query % CHUNK_QUERIES;
+            args.statistics + (chunk + query / CHUNK_QUERIES) * CHUNK_STATISTICS + query % CHUNK_QUERIES;
         const Score<R> score = score_of(dot(args.q.row(work.batch, head, i), k, args.K), args);
         const R weight = decay_of(score.value - statistics[0]);
         const R score_gradient =
@@ -215,9 +215,9 @@ struct Sinks {
     R sum = 0;
     if (threadIdx.x >= 32) return;
     for (i64 b = 0; b < args.B; ++b) {
-      const R* from = args.statistics + (b * args.H + blockIdx.x) * args.chunks * (2 * CHUNK_QUERIES);
+      const R* from = args.statistics + (b * args.H + blockIdx.x) * args.chunks * CHUNK_STATISTICS;
       for (i64 n = threadIdx.x; n < args.chunks * CHUNK_QUERIES; n += 32) {
-        const R* statistics = from + n / CHUNK_QUERIES * (2 * CHUNK_QUERIES) + n % CHUNK_QUERIES;
+        const R* statistics = from + n / CHUNK_QUERIES * CHUNK_STATISTICS + n % CHUNK_QUERIES;
         sum -= decay_of(sink - statistics[0] * R(args.unit)) * statistics[CHUNK_QUERIES];
       }
     }

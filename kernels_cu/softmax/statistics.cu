@@ -37,6 +37,6 @@ template <typename T> __global__ void __launch_bounds__(4 * CHUNK_QUERIES, 2) so
   delta = row_sum(delta);
   if (query < work.tokens && args.dlse) delta -= args.dlse[head * args.Tq + token];
   if (threadIdx.x % 4) return;
-  float* const to = args.statistics + (head * args.chunks + work.statistics_chunk) * (2 * CHUNK_QUERIES) + query;
+  float* const to = args.statistics + (head * args.chunks + work.statistics_chunk) * CHUNK_STATISTICS + query;
   to[0] = logarithm_or_infinity(L), to[CHUNK_QUERIES] = delta;
 }

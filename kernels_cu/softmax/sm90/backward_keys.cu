@@ -75,13 +75,13 @@ template <typename T, int D> struct alignas(1024) Shared {
 
 // The producing thread: copies the tiles of all of the block's work.
 template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D>& s, const Args<T>& args) {
-  using S = Shared<T, D>;
+  using Memory = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
   prefetch_work(s.prefetched, next);
   prefetch_tensor_map(args.q), prefetch_tensor_map(args.k), prefetch_tensor_map(args.v), prefetch_tensor_map(args.do_),
       prefetch_tensor_map(args.dk), prefetch_tensor_map(args.dv);
   RingPosition<2> kv;
-  RingPosition<S::STAGES> q;
+  RingPosition<Memory::STAGES> q;
   while (true) {
     Work work = take_prefetched_work(s.prefetched, next);
     const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.ds_head;
@@ -107,7 +107,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
         fence_proxy_async();  // the same for the statistics, which consumers read by ordinary loads
         mbarrier_arrive_and_expect(s.q_full[q.stage], sizeof s.q[0] + sizeof s.statistics[0]);
         start_tile_copy<BOX_TOKENS>(s.q[q.stage], args.q, s.q_full[q.stage], token, head, work.batch);
-        copy_bulk(s.statistics[q.stage], args.statistics + (chunk + tile) * (2 * CHUNK_QUERIES), sizeof s.statistics[0],
+        copy_bulk(s.statistics[q.stage], args.statistics + (chunk + tile) * CHUNK_STATISTICS, sizeof s.statistics[0],
                   s.q_full[q.stage]);
         // No fence here: only wgmma reads do, and zero_rows fences its own writes.
         mbarrier_wait(s.do_empty[q.stage], q.parity ^ 1);
@@ -132,13 +132,13 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 // (lane % 4) + i.
 template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
-  using S = Shared<T, D>;
+  using Memory = Shared<T, D>;
   const int warpgroup = warp_uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;   // this lane's first of two rows
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;  // of products, or of tanh, to base 2
   const float tanh_scale = scale_over_cap(args.scale, args.softcap);      // tanh(tanh_scale q . k)
   RingPosition<2> kv;
-  RingPosition<S::STAGES> q;
+  RingPosition<Memory::STAGES> q;
   float scores[QUERIES / 2], dp[QUERIES / 2], dk[D / 2], dv[D / 2];
   u32 p[QUERIES / 16][4], ds[QUERIES / 16][4];
   constexpr bool IN_REGISTERS = D == 64;  // whether k and v are operands in registers, which have room for 64 columns
@@ -300,8 +300,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 
 template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_keys(const __grid_constant__ Args<T> args) {
-  using S = Shared<T, D>;
-  S& s = *reinterpret_cast<S*>(dynamic_smem());
+  using Memory = Shared<T, D>;
+  Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());
   if (threadIdx.x == 0) {
     init_stages<8>(s.full, s.empty);  // 8 consuming warps
     init_stages<8>(s.q_full, s.q_empty), init_stages<8>(s.do_full, s.do_empty);

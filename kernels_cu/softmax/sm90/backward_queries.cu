@@ -74,13 +74,13 @@ template <typename T, int D> struct alignas(1024) Shared {
 
 // The producing thread: copies the tiles of all of the block's work.
 template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D>& s, const Args<T>& args) {
-  using S = Shared<T, D>;
+  using Memory = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
   prefetch_work(s.prefetched, next);
   prefetch_tensor_map(args.q), prefetch_tensor_map(args.k), prefetch_tensor_map(args.v), prefetch_tensor_map(args.o),
       prefetch_tensor_map(args.do_), prefetch_tensor_map(args.dq);
-  RingPosition<S::K_STAGES> k;
-  RingPosition<S::V_STAGES> v;
+  RingPosition<Memory::K_STAGES> k;
+  RingPosition<Memory::V_STAGES> v;
   // parity: of the phase of `empty` and o_empty that the copies wait for, the one before; 1 at first, which counts as
   // ended. Query tiles use s.works[1] and s.works[0] in turn.
   for (u32 parity = 1;; parity ^= 1) {
@@ -126,13 +126,13 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 // (lane % 4) + i.
 template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
-  using S = Shared<T, D>;
+  using Memory = Shared<T, D>;
   const int warpgroup = warp_uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;   // this lane's first of two rows
   const float scale = float(CAPPED ? args.softcap : args.scale) * LOG2E;  // of products, or of tanh, to base 2
   const float tanh_scale = scale_over_cap(args.scale, args.softcap);      // tanh(tanh_scale q . k)
-  RingPosition<S::K_STAGES> k;
-  RingPosition<S::V_STAGES> v;
+  RingPosition<Memory::K_STAGES> k;
+  RingPosition<Memory::V_STAGES> v;
   u32 q[D / 16][4], do_[D / 16][4], ds[KEYS / 16][4];
   float p[KEYS / 2], dp[KEYS / 2], dq[D / 2], L[2], delta[2];
   u32 parity = 0;              // of `full`; works[parity ^ 1] is the current query tile, works[parity] the one before
@@ -169,7 +169,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       L[half] = logarithm_or_infinity(L[half]);
       if (lane % 4 == 0 && warpgroup_row < work.tokens) {
         float* const to = args.statistics +
-                          (head * args.chunks + work.statistics_chunk + warpgroup) * (2 * CHUNK_QUERIES) + n -
+                          (head * args.chunks + work.statistics_chunk + warpgroup) * CHUNK_STATISTICS + n -
                           warpgroup_row;
         to[0] = L[half], to[CHUNK_QUERIES] = delta[half];
       }
@@ -275,8 +275,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 
 template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(384, 1) softmax_sm90_backward_queries(const __grid_constant__ Args<T> args) {
-  using S = Shared<T, D>;
-  S& s = *reinterpret_cast<S*>(dynamic_smem());
+  using Memory = Shared<T, D>;
+  Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());
   if (threadIdx.x == 0) {
     mbarrier_init(s.full, 1), mbarrier_init(s.empty, 8), mbarrier_init(s.o_empty, 8);  // 8 consuming warps
     init_stages<8>(s.k_full, s.k_empty), init_stages<8>(s.v_full, s.v_empty);

@@ -89,18 +89,18 @@ template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
 
 // The producing thread: fills the rings with the tiles of all of the block's work. A tile of v is copied after the next
 // tile of k, as the consumers use them.
-template <typename T, class S> __device__ __forceinline__ void produce(S& s, const Args<T>& args) {
+template <typename T, class Memory> __device__ __forceinline__ void produce(Memory& s, const Args<T>& args) {
   const Work* next = args.works + blockIdx.x;
   prefetch_work(s.prefetched, next);
   prefetch_tensor_map(args.q), prefetch_tensor_map(args.k), prefetch_tensor_map(args.v), prefetch_tensor_map(args.o);
-  RingPosition<S::KEY_STAGES> k, v;
-  RingPosition<S::QUERY_STAGES> q;
+  RingPosition<Memory::KEY_STAGES> k, v;
+  RingPosition<Memory::QUERY_STAGES> q;
   int value_token = -1, value_head = 0, value_batch = 0;  // the tile of v to copy next; token -1: none
   auto fetch_values = [&] {
     if (value_token < 0) return;
     mbarrier_wait(s.v_empty[v.stage], v.parity ^ 1);
     mbarrier_arrive_and_expect(s.v_full[v.stage], sizeof s.v[0]);
-    start_tile_copy<S::KEYS>(s.v[v.stage], args.v, s.v_full[v.stage], value_token, value_head, value_batch);
+    start_tile_copy<Memory::KEYS>(s.v[v.stage], args.v, s.v_full[v.stage], value_token, value_head, value_batch);
     v.next();
     value_token = -1;
   };
@@ -122,11 +122,11 @@ template <typename T, class S> __device__ __forceinline__ void produce(S& s, con
     for (int tile = work.first_tile + work.tiles - 1; tile >= work.first_tile; --tile) {
       mbarrier_wait(s.k_empty[k.stage], k.parity ^ 1);  // no fence: only wgmma reads k and v; zero_rows has its own
       mbarrier_arrive_and_expect(s.k_full[k.stage], sizeof s.k[0]);
-      start_tile_copy<S::KEYS>(s.k[k.stage], args.k, s.k_full[k.stage], work.other_start + tile * S::KEYS, key_head,
-                               work.batch);
+      start_tile_copy<Memory::KEYS>(s.k[k.stage], args.k, s.k_full[k.stage], work.other_start + tile * Memory::KEYS,
+                                    key_head, work.batch);
       k.next();
       fetch_values();
-      value_token = work.other_start + tile * S::KEYS, value_head = key_head, value_batch = work.batch;
+      value_token = work.other_start + tile * Memory::KEYS, value_head = key_head, value_batch = work.batch;
     }
   }
 }
@@ -138,9 +138,9 @@ template <typename T, class S> __device__ __forceinline__ void produce(S& s, con
 // After the last key tile of a query tile the next step is the first one of the next query tile.
 // In a lane's accumulators of products [64, N], numbers 4 n + 2 half + i are of row `row` + 8 half and column 8 n + 2
 // (lane % 4) + i.
-template <typename T, int K, int V, bool CAPPED, class S>
-__device__ __forceinline__ void consume(S& s, const Args<T>& args) {
-  constexpr int KEYS = S::KEYS, WARPGROUPS = S::WARPGROUPS, FIRST_TURN_BARRIER = 4;
+template <typename T, int K, int V, bool CAPPED, class Memory>
+__device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
+  constexpr int KEYS = Memory::KEYS, WARPGROUPS = Memory::WARPGROUPS, FIRST_TURN_BARRIER = 4;
   constexpr bool TURNS = WARPGROUPS == 3;  // warpgroups issue their products in turn
   const int warpgroup = warp_uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows
@@ -148,8 +148,8 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
   const float scale = size_of_scale(CAPPED ? args.softcap : args.scale);
   const bool negative = opaque(u32(args.scale < 0));  // else the loop would compare float64 again
   const float tanh_scale = scale_over_cap(args.scale, args.softcap);
-  RingPosition<S::KEY_STAGES> k, v;
-  RingPosition<S::QUERY_STAGES> q;
+  RingPosition<Memory::KEY_STAGES> k, v;
+  RingPosition<Memory::QUERY_STAGES> q;
   float scores[KEYS / 2], o[V / 2], sum[2], rescale[2];
   RowMaximum maximum[2];       // of the lane's two rows
   u32 weights[KEYS / 16][4];   // e^(S - m), rounded, as operands A
@@ -297,14 +297,15 @@ __device__ __forceinline__ void consume(S& s, const Args<T>& args) {
 template <typename T, int K, int V, bool CAPPED>
 __global__ void __launch_bounds__(128 * Shared<T, K, V, CAPPED>::WARPGROUPS + 128, 1)
     softmax_sm90_forward(const __grid_constant__ Args<T> args) {
-  using S = Shared<T, K, V, CAPPED>;
-  S& s = *reinterpret_cast<S*>(dynamic_smem());
-  constexpr int WARPS = 4 * S::WARPGROUPS;  // that consume
+  using Memory = Shared<T, K, V, CAPPED>;
+  Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());
+  constexpr int WARPS = 4 * Memory::WARPGROUPS;  // that consume
   if (threadIdx.x == 0) {
     init_stages<WARPS>(s.q_full, s.q_empty);
     init_stages<WARPS>(s.k_full, s.k_empty), init_stages<WARPS>(s.v_full, s.v_empty);
   }
-  constexpr int CONSUMER_REGISTERS = S::WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTERS = S::WARPGROUPS == 2 ? 24 : 32;
-  consume_and_produce<S::WARPGROUPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, K, V, CAPPED>(s, args); },
-                                                                             [&] { produce(s, args); });
+  constexpr int CONSUMER_REGISTERS = Memory::WARPGROUPS == 2 ? 240 : 160,
+                PRODUCER_REGISTERS = Memory::WARPGROUPS == 2 ? 24 : 32;
+  consume_and_produce<Memory::WARPGROUPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(
+      [&] { consume<T, K, V, CAPPED>(s, args); }, [&] { produce(s, args); });
 }

@@ -58,11 +58,11 @@ __device__ __forceinline__ bool sees_keys(const Work& work, int block, int tile,
 
 // The producing thread: copies the tiles of all of the block's work.
 template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D>& s, const Args<T>& args) {
-  using S = Shared<T, D>;
+  using Memory = Shared<T, D>;
   const Work* next = args.works + blockIdx.x;
   prefetch_work(s.prefetched, next);
   prefetch_tensor_map(args.k), prefetch_tensor_map(args.dq);
-  RingPosition<S::STAGES> k;
+  RingPosition<Memory::STAGES> k;
   RingPosition<2> works;
   while (true) {
     const Work work = take_prefetched_work(s.prefetched, next);
@@ -100,9 +100,9 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 
 // A consuming warpgroup: two of the four blocks of each of the block's query tiles.
 template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
-  using S = Shared<T, D>;
+  using Memory = Shared<T, D>;
   const int warpgroup = warp_uniform(threadIdx.x / 128), lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
-  RingPosition<S::STAGES> k;
+  RingPosition<Memory::STAGES> k;
   RingPosition<2> works;
   float dq[2][D / 2];
   u32 ds[2][KEYS / 16][4];  // of the warpgroup's two blocks, queries as rows
@@ -159,8 +159,8 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
 
 template <typename T, int D>
 __global__ void __launch_bounds__(384, 1) softmax_sm90_query_gradient(const __grid_constant__ Args<T> args) {
-  using S = Shared<T, D>;
-  S& s = *reinterpret_cast<S*>(dynamic_smem());
+  using Memory = Shared<T, D>;
+  Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());
   if (threadIdx.x == 0) {
     init_stages<8>(s.work_full, s.work_empty);
     init_stages<8>(s.full, s.empty);
