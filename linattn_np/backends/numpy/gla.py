@@ -1,15 +1,14 @@
 """Gated linear attention (Yang et al., 2024, eq. 3).
 
 The arrays of a token are q, k, g [N, H, K] and v [N, H, V]; `state` is a tuple of one S [N, H, K, V]; dstate and do are
-gradients. From `recurrent`: outer(k, v) = k v^T; read(q, S) = S^T q; write(problem, S, g, k, v) = exp(g) S + k v^T, in
-the memory of S unless a gradient needs S; `read_vjp` is the pullback of `read` to q, `write_vjp` that of a sum with k
-v^T.
+gradients. From `recurrent`: read(q, S) = S^T q; write(problem, S, g, k, v) = exp(g) S + k v^T, in the memory of S
+unless a gradient needs S; `write_and_read_vjp` is the pullback of o = scale q^T (D + k v^T) to D, q, k and v.
 """
 
 import numpy as np
 
 from .family import Member
-from .recurrent import outer, read, read_vjp, write, write_vjp
+from .recurrent import read, write, write_and_read_vjp
 
 
 def step(problem, state, q, k, v, g):
@@ -26,13 +25,9 @@ def writes(problem, S, q, k, v, g):
 
 def step_vjp(problem, state, q, k, v, g, dstate, do):
     """The gradients of `step`: (those of the state before it, that of each array)."""
-    (S,), (dS,), decay = state, dstate, np.exp(g)[..., None]
-    do = problem.scale * do
-    dq = read_vjp(decay * S + outer(k, v), do)
-    dS = dS + outer(q, do)
-    dk, dv = write_vjp(k, v, dS)
-    dg = (decay * S * dS).sum(-1)
-    return (decay * dS,), dq, dk, dv, dg
+    (S,), decay = state, np.exp(g)[..., None]
+    dS, dq, dk, dv = write_and_read_vjp(problem, decay * S, q, k, v, dstate, do)
+    return (decay * dS,), dq, dk, dv, (decay * S * dS).sum(-1)
 
 
 def member(problem):

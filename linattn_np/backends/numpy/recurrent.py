@@ -137,6 +137,13 @@ def read_vjp(S, do):
     return (S @ do[..., None])[..., 0]
 
 
+def write_and_read_vjp(problem, decayed, q, k, v, dstate, do):
+    """The gradients of `decayed`, q, k and v for S = decayed + k v^T and o = scale q^T S; `dstate` holds that of S."""
+    do = problem.scale * do
+    dS = dstate[0] + outer(q, do)
+    return dS, read_vjp(decayed + outer(k, v), do), *write_vjp(k, v, dS)
+
+
 def step(problem, equation):
     """Computes one token of B sequences; returns o. The state, or its rows `slots`, are updated in place."""
     state, rows = problem.options["state"], rows_in_use(problem)

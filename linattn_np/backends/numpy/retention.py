@@ -1,14 +1,14 @@
 """Retention (Sun et al., 2023, eq. 6).
 
 The arrays of a token are q, k [N, H, K] and v [N, H, V]; `state` is a tuple of one S [N, H, K, V]; dstate and do are
-gradients. From `recurrent`: outer(k, v) = k v^T; read(q, S) = S^T q; `read_vjp` is the pullback of `read` to q,
-`write_vjp` that of a sum with k v^T.
+gradients. From `recurrent`: outer(k, v) = k v^T; read(q, S) = S^T q; `write_and_read_vjp` is the pullback of o = scale
+q^T (D + k v^T) to D, q, k and v.
 """
 
 import numpy as np
 
 from .family import Member
-from .recurrent import outer, read, read_vjp, write_vjp
+from .recurrent import outer, read, write_and_read_vjp
 
 
 def decay(problem):
@@ -25,11 +25,8 @@ def step(problem, state, q, k, v):
 
 def step_vjp(problem, state, q, k, v, dstate, do):
     """The gradients of `step`: (those of the state before it, that of each array)."""
-    (S,), (dS,) = state, dstate
-    do = problem.scale * do
-    dq = read_vjp(decay(problem) * S + outer(k, v), do)
-    dS = dS + outer(q, do)
-    dk, dv = write_vjp(k, v, dS)
+    (S,) = state
+    dS, dq, dk, dv = write_and_read_vjp(problem, decay(problem) * S, q, k, v, dstate, do)
     return (decay(problem) * dS,), dq, dk, dv
 
 

@@ -1,15 +1,15 @@
 """Gated linear attention with one gate a head (Dao and Gu, 2024, eq. 6).
 
 The arrays of a token are q, k [N, H, K], v [N, H, V] and g [N, H]; `state` is a tuple of one S [N, H, K, V]; dstate and
-do are gradients. From `recurrent`: outer(k, v) = k v^T; read(q, S) = S^T q; write(problem, S, g, k, v) = exp(g) S + k
-v^T, where exp(g) gets the axes that g lacks, in the memory of S unless a gradient needs S; `read_vjp` is the pullback
-of `read` to q, `write_vjp` that of a sum with k v^T.
+do are gradients. From `recurrent`: read(q, S) = S^T q; write(problem, S, g, k, v) = exp(g) S + k v^T, where exp(g) gets
+the axes that g lacks, in the memory of S unless a gradient needs S; `write_and_read_vjp` is the pullback of o = scale
+q^T (D + k v^T) to D, q, k and v.
 """
 
 import numpy as np
 
 from .family import Member
-from .recurrent import outer, read, read_vjp, write, write_vjp
+from .recurrent import read, write, write_and_read_vjp
 
 
 def step(problem, state, q, k, v, g):
@@ -21,13 +21,9 @@ def step(problem, state, q, k, v, g):
 
 def step_vjp(problem, state, q, k, v, g, dstate, do):
     """The gradients of `step`: (those of the state before it, that of each array)."""
-    (S,), (dS,), decay = state, dstate, np.exp(g)[..., None, None]
-    do = problem.scale * do
-    dq = read_vjp(decay * S + outer(k, v), do)
-    dS = dS + outer(q, do)
-    dk, dv = write_vjp(k, v, dS)
-    dg = (decay * S * dS).sum((-2, -1))
-    return (decay * dS,), dq, dk, dv, dg
+    (S,), decay = state, np.exp(g)[..., None, None]
+    dS, dq, dk, dv = write_and_read_vjp(problem, decay * S, q, k, v, dstate, do)
+    return (decay * dS,), dq, dk, dv, (decay * S * dS).sum((-2, -1))
 
 
 class SimpleGLA(Member):

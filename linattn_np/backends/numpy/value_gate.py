@@ -25,7 +25,7 @@ from ...varlen import dense
 from . import chunked, chunking, recurrent
 from .by_token import is_finite
 from .family import Member
-from .recurrent import cast_inputs, cast_states, outer, read, read_vjp, write_vjp
+from .recurrent import cast_inputs, cast_states, outer, read, write_and_read_vjp
 from .scores import LEAST
 
 LIMIT = 40.0  # the most that gv may sum to below 0: exp(40) = 2e17 leaves float32 room for values up to 1e20
@@ -49,11 +49,8 @@ def step(problem, state, q, k, v, g, gv):
 
 def step_vjp(problem, state, q, k, v, g, gv, dstate, do):
     """The gradients of `step`: (those of the state before it, that of each array)."""
-    (S,), (dS,), decay = state, dstate, decays(g, gv)
-    do = problem.scale * do
-    dq = read_vjp(decay * S + outer(k, v), do)
-    dS = dS + outer(q, do)
-    dk, dv = write_vjp(k, v, dS)
+    (S,), decay = state, decays(g, gv)
+    dS, dq, dk, dv = write_and_read_vjp(problem, decay * S, q, k, v, dstate, do)
     gate_terms = decay * S * dS  # the sum of both gates has this gradient for each number of S
     return (decay * dS,), dq, dk, dv, gate_terms.sum(-1), gate_terms.sum(-2)
 
