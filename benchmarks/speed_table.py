@@ -70,12 +70,8 @@ def forced():
     return sorted((RESULTS / "portable").glob("*.json"))
 
 
-def on_other_cards(dtypes) -> str:
-    return "\n".join(other_cards.of(path, dtypes) for path in forced())
-
-
 def tables() -> str:
-    portable = [*map(of_portable_kernels, forced()), on_other_cards(other_cards.DTYPES)]
+    portable = [*map(of_portable_kernels, forced()), *(other_cards.of(path, other_cards.DTYPES) for path in forced())]
     first, *others = results()
     return "\n".join([of_card(first), *portable, *map(titled_card, others)])
 

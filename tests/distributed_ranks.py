@@ -171,14 +171,10 @@ def receives(comm):
         say(f"rank {comm.rank}: {error}")
 
 
-def engine_for(names):
-    device = "cuda" if "autograd_on_cards" in names else "cpu"
-    return distributed.connect(device)
-
-
 if __name__ == "__main__":
     names = sys.argv[1:]
     functions = operators, messages, differ, strays, receives, killed, hangs, autograd, autograd_on_cards
-    what, comm = {function.__name__: function for function in functions}, engine_for(names)
+    what = {function.__name__: function for function in functions}
+    comm = distributed.connect("cuda" if "autograd_on_cards" in names else "cpu")
     for name in names:
         what[name](comm)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import SINGLE
-from reference import assert_close, draw, draw_states, exact, parts, same_bits, stated, turned, whole
+from reference import assert_close, draw, draw_states, exact, exact_vjp, parts, same_bits, stated, turned, whole
 
 import linattn_np
 from linattn_np import ContractError, explain, gla, linear_attention, vjp
@@ -70,14 +70,10 @@ def test_is_the_call_on_flipped_arrays(backend, variant, mode, packed, v_first, 
     assert all(stride > 0 for stride in o.strides)
 
 
-def gradients_of(function, host, start, do, dht, **options):
-    return vjp(function, *host, initial_state=whole(start), **options)[1](do, whole(dht))
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_gradients(backend, variant, mode, packed, rng):
-    """Against the NumPy gradients of flipped arrays in float64, those of the initial state too."""
+    """Against the exact gradients of flipped arrays, those of the initial state too."""
     if not backend.gradients:
         pytest.skip(f"{backend.name} has no gradients")
     op, function, options = RECURRENT[variant]
@@ -101,14 +97,9 @@ def test_gradients(backend, variant, mode, packed, rng):
         **options,
     )
     *found, initial = pull(there(do), there(whole(tuple(map(turned, dht)))))
-    double = [flipped(x, axes, bounds).astype(np.float64) for x, axes in zip(host, op.arrays.values())]
-    *wanted, expected = gradients_of(
-        function,
-        double,
-        tuple(part.astype(np.float64) for part in start),
-        flipped(do, op.out, bounds).astype(np.float64),
-        tuple(part.astype(np.float64) for part in dht),
-        **options,
+    backwards = [flipped(x, axes, bounds) for x, axes in zip(host, op.arrays.values())]
+    *_, (*wanted, expected) = exact_vjp(
+        function, backwards, flipped(do, op.out, bounds), whole(dht), initial_state=whole(start), **options
     )
     for (name, axes), x, y in zip(op.arrays.items(), found, wanted, strict=True):
         assert_close(f"d{name}", backend.tohost(x), flipped(y, axes, bounds), SINGLE, factor=10)

@@ -153,7 +153,7 @@ def test_gradients(backend, case, rng):
     options = {**case.options, "layout": case.layout}
     o, pull = backend.run(lambda *x, **named: vjp(softmax_attention, *x, **named), *given, **options)
     assert same_bits(backend.tohost(o), backend.tohost(backend.run(softmax_attention, *given, **options)))
-    do = rng.standard_normal(wanted_shape(case)).astype(case.dtype)
+    do = rng.standard_normal([case.sizes[axis] for axis in SOFTMAX_ATTENTION.out.split()]).astype(case.dtype)
     gradients = pull(backend.asarray(swap_heads(do, SOFTMAX_ATTENTION.out, case.layout)))
     *_, exact_gradients = literal_attention(*map(double, arrays), **case.options, do=double(do))
     terms = None, None, None
@@ -387,10 +387,6 @@ def test_a_long_call_on_the_cpu(compiled, packed, rng, monkeypatch):
         # 300 seeds the worst row was at 1.7 times the limit of others.
         factor = 10 if what == "dk" else 1
         assert_close(what, x[:, :, :count], y[:, :, :count], np.float32, factor=factor)
-
-
-def wanted_shape(case):
-    return tuple(case.sizes[axis] for axis in SOFTMAX_ATTENTION.out.split())
 
 
 def test_same_call_twice_same_bits(backend, rng):
