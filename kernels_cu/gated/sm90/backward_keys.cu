@@ -84,7 +84,8 @@
 // From backward_schedules.cuh
 //   Segment, segment_of<BACKWARDS>, segment_at, each_segment: what a block computes. `sequence` numbers segments: P of
 //                       each sequence; in_turn: the schedule is InTurn
-//   ChunkPlaces         InTurn: next(shape, n) stores where the block's next chunk lies, as number n; false: none left
+//   ChunkPlaces         InTurn: next(shape, n) stores in places[n % VALUE_STAGES] where iteration n's chunk lies;
+//                       false: none left
 //   wait_for            waits for an iteration's phase of its stage's barrier
 // From backward_scores.cuh and backward_keys_storage.cuh
 //   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands
@@ -306,7 +307,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   // Where the chunk of an iteration lies: token_of is its first token in place_of. With InTurn place_of starts at the
   // chunk; else it is the block's segment.
   const auto place_of = [&](int iteration) -> const WorkTile& {
-    if constexpr (Schedule::in_turn) return s.places[warp].chunks[iteration % VALUE_STAGES];
+    if constexpr (Schedule::in_turn) return s.places[warp].places[iteration % VALUE_STAGES];
     else return s.segment;
   };
   const auto token_of = [&](int iteration) {

@@ -116,7 +116,7 @@ constexpr int SCORE_WARPS = 3;  // they compute dA
 // Schedule: OneEach or InTurn (backward_schedules.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  // InTurn: at(number) is where a copied chunk lies; next() finds it. STAGES + 1: iterations n to n + STAGES are used.
+  // InTurn: at(iteration) is where its chunk lies; next() finds it. STAGES + 1: iterations n to n + STAGES are used.
   ChunkPlaces<Schedule, FORWARDS, STAGES + 1> places;
   WorkTile segment;  // OneEach, RWKV-6: the block's
   MBarrier arrived[STAGES], full[STAGES], dA_stored[STAGES], done[STAGES];
