@@ -28,8 +28,8 @@ from linattn_np import LinattnWarning, cupy_folder
 from linattn_np.__main__ import main
 from linattn_np.backends.cupy import device
 from linattn_np.backends.numpy import cores
-from linattn_np.command import COMMANDS, batch_texts, cards, generate, signals, terminal, train
-from linattn_np.errors import ContractError
+from linattn_np.command import COMMANDS, batch_texts, cards, generate, option_values, signals, terminal, train
+from linattn_np.errors import ContractError, NotSupported
 from linattn_np.models import Batch, State, files, helper_threads, sampling
 from linattn_np.models.training import Settings, Training
 
@@ -645,6 +645,16 @@ def test_cupy_without_a_folder_gets_one(monkeypatch):
     with pytest.warns(LinattnWarning):
         again()
     assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
+
+
+def test_a_device_is_opened_early_or_later(monkeypatch):
+    """Where CuPy has no folder, the CPU may still write the text."""
+
+    def no_folder():
+        raise NotSupported("no folder")
+
+    monkeypatch.setattr(option_values, "folder_for_cupy", no_folder)
+    option_values.open_device_early("auto", 0)
 
 
 def test_cupy_with_a_full_folder_keeps_kernels_in_memory(monkeypatch):

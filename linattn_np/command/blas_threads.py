@@ -46,8 +46,8 @@ def blas_threads(device: str, size: int, why: str):
         yield
 
 
-def where(device: str, library: str) -> str:
-    """The device and library that compute, for the first line of a subcommand's messages."""
+def computes_on(device: str, library: str = "") -> str:
+    """The first line of a subcommand's messages: "on the GPU (NAME)", or "on the CPU (2 threads, LIBRARY)"."""
     if device == "cpu":
         threads = count()
         return f"on the CPU ({threads} thread{'s' * (threads > 1)}, {library})"

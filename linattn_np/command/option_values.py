@@ -15,40 +15,47 @@ from ..models.devices import open_beside
 from ..models.number_checks import shown
 from ..models.rwkv.model import Model
 from ..models.tokenizers import VOCABULARY
-from .blas_threads import where
+from .blas_threads import computes_on
 from .first_loops import with_loops
 from .terminal import bar, details, status, to_stderr
 
 # {device: the values of --dtype that go with it}
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
-# {field of `Sampling`, which is an option, too: its types}
+LIBRARIES = {"NumpyLayers": "NumPy", "NumbaLayers": "Numba"}  # {class of a model's layers on the CPU: what computes}
+# {field of `Sampling`: its types in a line of --batch-file}, of those that are both options and fields of such a line
 REAL, WHOLE = (int, float), (int,)
 SAMPLING = {"temperature": REAL, "top_p": REAL, "top_k": WHOLE, "min_p": REAL, "presence": REAL, "frequency": REAL}
 SAMPLING |= {"fading": REAL, "repetition": REAL, "seed": WHOLE}
-MAX_LOADED_TWICE = 1 << 26  # a checkpoint of fewer bytes is loaded twice, see `begins_on_numpy`
+MAX_LOADED_TWICE = 1 << 26  # bytes; a smaller checkpoint may be loaded twice: `begins_on_numpy`
+SHORTEST_PROMPT = 2  # tokens; one token alone is read by a step, which takes other loops
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
 def open_device_early(device, process):
-    """Begins, when a process has just started, what loading the model on a GPU would wait for. `open_beside` opens the
-    device of process number `process` in another thread, while this thread imports the modules that use it."""
+    """Does, first of all in a process, what `load` on a GPU would wait for: another thread opens the device, while this
+    one imports the modules that use it. It may be left out, and it raises nothing: `load` then says what is wrong.
+
+    device : the value of --device; of "cpu" nothing is done
+    process : the number of the process among those that share a batch, and of the device that it opens
+    """
     if device == "cpu":
         return
-    folder_for_cupy()
-    open_beside(process)
-    with suppress(ImportError, RuntimeError):  # loading the model will raise it again
+    with suppress(NotSupported, ImportError, RuntimeError):
+        folder_for_cupy()  # before an import of CuPy
+        open_beside(process)
         from cupy.cuda import cublas, nvrtc  # noqa: F401
 
         from ..models.rwkv import cuda_layers  # noqa: F401
 
-        nvrtc.getVersion()
+        nvrtc.getVersion()  # loads NVRTC's library
 
 
 def load(options, to_stderr=to_stderr, status=status, make_on_cpu=with_loops) -> tuple:
-    """(the model, a `first_loops.LoopsBeside` or None).
+    """(the model of --model, --adapter, --device and --dtype; a `first_loops.LoopsBeside` or None). "auto" takes the
+    GPU if it can be used, and has such a dtype, else the CPU.
 
     to_stderr, status : the functions of `terminal`, or others that print nothing
-    make_on_cpu : the function of `first_loops` that makes the model on the CPU
+    make_on_cpu : `with_loops` or `begun_on_numpy` of `first_loops`, which call `on_the_cpu`
     """
     path, device = options.model, options.device
     if device == "auto" and options.dtype not in ("auto", *DTYPES["cuda"]):
@@ -62,29 +69,29 @@ def load(options, to_stderr=to_stderr, status=status, make_on_cpu=with_loops) ->
         if device != "cpu":
             try:
                 model = models.load(path, "cuda", dtype, progress, adapter=options.adapter)
-                to_stderr(where(model.device, ""))
+                to_stderr(computes_on(model.device))
                 return model, None
             except NotSupported as why:
                 if device != "auto":
                     raise
                 details(str(why))
         model, loops = make_on_cpu(partial(on_the_cpu, path, dtype, options.adapter), progress, show)
-    names = {"NumpyLayers": "NumPy", "NumbaLayers": "Numba"}
-    library = "NumPy until Numba's loops are compiled" if loops else names[type(model.layers).__name__]
-    to_stderr(where("cpu", library))
+    library = "NumPy until Numba's loops are compiled" if loops else LIBRARIES[type(model.layers).__name__]
+    to_stderr(computes_on("cpu", library))
     return model, loops
 
 
 def on_the_cpu(path, dtype, adapter, progress=None) -> Model:
-    """The model on the CPU, after a first run, so that the speeds that are printed do not include compiling."""
+    """The model on the CPU, after a first prompt and step, which compile the loops: so the speeds that are printed do
+    not include that."""
     model = models.load(path, "cpu", dtype, progress, adapter=adapter)
-    model.warm_up((1,), 2)
+    model.warm_up(batches=(1,), prompt=SHORTEST_PROMPT)
     return model
 
 
 def begins_on_numpy(options) -> bool:
-    """Whether NumPy may write the first tokens, while Numba's loops are compiled. Not if the checkpoint is large, since
-    the model is then loaded twice; not with --seed, since NumPy's rounding differs from the loops'."""
+    """Whether NumPy may write the first tokens while another process loads the model, too, and compiles Numba's loops.
+    Not if the checkpoint is large, as it is loaded twice; not with --seed, as NumPy's rounding is not the loops'."""
     return options.seed is None and os.path.isfile(options.model) and os.path.getsize(options.model) < MAX_LOADED_TWICE
 
 
@@ -123,11 +130,12 @@ def load_state(options, model) -> State | None:
 
 
 # -- how tokens are drawn ---------------------------------------------------------------------------------------------
-def sampling(options, **line):
-    """The `Sampling` of the options, with the values `line` in place of theirs."""
+def sampling(options, **instead):
+    """The `Sampling` of the options, with these values instead of theirs: fields of a line of --batch-file, and the
+    tokenizer's `vocabulary`, which no option has."""
     values = {name: getattr(options, name) for name in (*SAMPLING, "temperature_last", "logprobs")}
     values["bias"] = dict(map(bias_of, options.bias or []))
-    return Sampling(**values | line)
+    return Sampling(**values | instead)
 
 
 def bias_of(word) -> tuple[int, float]:

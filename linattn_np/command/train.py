@@ -35,7 +35,7 @@ from ..models.single_process import OneProcess
 from ..models.tokenizers import Tokenizer
 from ..models.training import Settings, Training
 from ..models.versions import VERSIONS
-from .blas_threads import blas_for, where
+from .blas_threads import blas_for, computes_on
 from .first_loops import before_compiling, compiling
 from .option_values import tokenizer_of
 from .signals import Ended, deferred
@@ -128,7 +128,7 @@ def run(options):
         raise OSError(str(lost)) from lost
     ranks = SHARES[options.share](comm) if comm.size > 1 else OneProcess()
     if ranks.rank == 0:
-        to_stderr(where(device, "NumPy") + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
+        to_stderr(computes_on(device, "NumPy") + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
     try:
         with ExitStack() as lock_scope:
             training = start(options, trained, device, ranks, lock_scope)
