@@ -1,8 +1,8 @@
 """Ctrl-C, SIGTERM and SIGHUP end a subcommand: at once, or after its next step if it has work to finish.
 
 Within `handled` a signal raises an exception. Code that runs at that moment may lose the exception: a callback of
-Numba's, for example, drops it while a loop is loaded. So the signal is noted, too, and work that is done in steps asks
-for it (`deferred`).
+Numba's, for example, drops it while a loop is loaded. So the signal is noted, too. Work that is `deferred` ends after
+its step.
 """
 
 import os
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from .loading import OWN_PROCESS, interrupted
 
 NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-BURST = 0.1  # seconds
+BURST = 0.1  # seconds within which a Ctrl-C is another signal's echo
 
 
 class Ended(KeyboardInterrupt):
@@ -28,35 +28,47 @@ class Ended(KeyboardInterrupt):
 
 
 class Noted:
-    """The handler of signals. It notes the first signal; another one replaces a noted Ctrl-C, after which the work may
-    go on (`forget_ctrl_c`).
+    """The handler of signals.
 
-    The first signal raises Ended, unless the work is `deferred`. A second Ctrl-C raises Ended in any work, and a third
-    one ends the process; other signals after the first raise nothing. Nor does a signal within BURST of the last one:
-    a key bounces, and a launcher passes on what its terminal has also sent to this process.
+    The first signal is noted, and raises Ended unless the work is `deferred`. A signal after a noted Ctrl-C is noted in
+    its place: `forget_ctrl_c` lets no work go on after another signal. Of later signals only Ctrl-C raises Ended, in
+    any work; the second such Ctrl-C ends the process.
+
+    A Ctrl-C within BURST of another signal is that signal's echo, and does nothing: a key bounces, and a launcher
+    passes on what its terminal has also sent to this process.
     """
 
     number: int | None = None  # the noted signal
-    asked_for = False  # whether the current work is `deferred` and asks for `number`
-    counted = 0  # signals, without those that came within BURST and those that wait for the noted one
+    work_is_deferred = False
+    requests = 0  # to end: the first signal, and each Ctrl-C after it that is no echo
     latest = -BURST  # the time of the latest signal
     over = False  # whether `handled` has ended
 
     def __call__(self, number, frame=None):
-        first, now = self.number is None, time.monotonic()
-        bounced, self.latest = now - self.latest < BURST, now
-        if self.over or first and bounced and number == signal.SIGINT:  # a bounce of one that `forget_ctrl_c` removed
+        now = time.monotonic()
+        echo, self.latest = number == signal.SIGINT and now - self.latest < BURST, now
+        if self.over:
             return
-        if self.number in (None, signal.SIGINT):
-            self.number = number
-        if not first and (bounced or number != signal.SIGINT):
-            return
-        self.counted += 1
-        if first and self.asked_for:
-            return
-        if OWN_PROCESS and self.counted > 2:  # the work is already ending; nothing might catch the exception
-            os._exit(128 + number)
-        raise Ended(number)
+        if self.number is None:
+            if not echo:  # of a Ctrl-C that `forget_ctrl_c` removed
+                self.note_first(number)
+        elif number != signal.SIGINT:
+            if self.number == signal.SIGINT:
+                self.number = number
+        elif not echo:
+            self.insist()
+
+    def note_first(self, number):
+        self.number, self.requests = number, 1
+        if not self.work_is_deferred:
+            raise Ended(number)
+
+    def insist(self):
+        """Ends the work by a Ctrl-C after the first signal."""
+        self.requests += 1
+        if OWN_PROCESS and self.requests > 2:  # the work is already ending; nothing might catch the exception
+            os._exit(128 + signal.SIGINT)
+        raise Ended(signal.SIGINT)
 
 
 noted = Noted()
@@ -70,36 +82,36 @@ def handled() -> Iterator[None]:
     Python, which is ending, would print a traceback.
     """
     noted.__dict__.clear()  # all attributes have the values of the class again
-    before = {}
+    handlers_before = {}
     if threading.current_thread() is threading.main_thread():
         for number in NUMBERS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler, interrupted):
-                before[number] = signal.signal(number, noted)
+                handlers_before[number] = signal.signal(number, noted)
     try:
         try:
             yield
         finally:
             noted.over = True
     finally:  # this outer `finally` runs even if a signal comes inside the inner one
-        last = signal.SIG_DFL if noted.number is None else signal.SIG_IGN
-        for number, handler in before.items():
-            signal.signal(number, last if OWN_PROCESS else handler)
+        at_exit = signal.SIG_DFL if noted.number is None else signal.SIG_IGN
+        for number, handler in handlers_before.items():
+            signal.signal(number, at_exit if OWN_PROCESS else handler)
 
 
 @contextmanager
 def deferred() -> Iterator[Callable[[], int | None]]:
-    """A context in which the first signal is only noted, and a second one raises Ended. Its value is a function that
-    returns the number of the noted signal, or None."""
-    noted.asked_for, noted.latest = True, -BURST  # a Ctrl-C here is no bounce of one that stopped earlier work
+    """A context in which the first signal is only noted. Its value is a function that returns the number of the noted
+    signal, or None: the work calls it between its steps."""
+    noted.work_is_deferred, noted.latest = True, -BURST  # a Ctrl-C here is no echo of one that stopped earlier work
     try:
         yield lambda: noted.number
     finally:
-        noted.asked_for = False
+        noted.work_is_deferred = False
 
 
 def forget_ctrl_c():
     """Removes a noted Ctrl-C, after which the work goes on; raises Ended if another signal is noted."""
-    number, noted.number, noted.counted = noted.number, None, 0
+    number, noted.number = noted.number, None
     if number not in (None, signal.SIGINT):
-        noted.number = number  # for `handled`, which asks whether a signal has ended the work
+        noted.number = number  # for `handled`, which then ignores later signals
         raise Ended(number)
