@@ -83,11 +83,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   // tokens 2t and 2t + 1 of each of the NUM_SUBCHUNKS sub-chunks.
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 8 * warp;
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
-  // The chunk is number c of its batch row, and `chunk` in the results; the head is number `head` of this launch's, h
-  // of all.
-  const int c = blockIdx.x % NC, head = blockIdx.x / NC % heads, b = blockIdx.x / NC / heads;
+  // The chunk is number `chunk` in the results; the head is number `head` of this launch's, h of all; b: the batch row.
+  const int chunk_of_row = blockIdx.x % NC, head = blockIdx.x / NC % heads, b = blockIdx.x / NC / heads;
   const i64 h = args.first + head, chunk = blockIdx.x, width = width_padded_to_8(shape.K);
-  const Span span = chunk_tokens(shape, c);
+  const Span span = chunk_tokens(shape, chunk_of_row);
   const bool vectors = args.vectors;
 
   // Starts to copy the n-th 32 channels.
@@ -164,9 +163,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
                                      WHOLE_PIECES);
     store_rows<CHUNK, CHANNELS, LDC>(args.ends, s.ends, b, head, span.start, span.stop, n * CHANNELS, width,
                                      WHOLE_PIECES);
-    // Adds the products of channels c to c + 15 of s.queries, s.keys and the borders' tiles to the warp's scores.
+    // Adds the products of 16 channels of s.queries, s.keys and the borders' tiles to the warp's scores.
 #pragma unroll 1
-    for (int c = 0; c < CHANNELS; c += 16) { scores.add<M>(s, c); }
+    for (int channel = 0; channel < CHANNELS; channel += 16) scores.add<M>(s, channel);
   }
   const float scale = float(args.scale);
 #pragma unroll

@@ -104,14 +104,14 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
   const int v_tile = block % v_tiles, k_tile = block / v_tiles % k_tiles, head = block / tiles % heads;
-  const int n = block / tiles / heads, b = n / int(shape.count);  // sequence, its batch row; loops reuse both names
-  const Span span = tokens_of(shape, n % shape.count);
+  const int sequence = block / tiles / heads, batch = sequence / int(shape.count);
+  const Span span = tokens_of(shape, sequence % shape.count);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int K = int(shape.K), V = int(shape.V);
   const int channel = k_tile * TILE + 16 * warp + g, column = v_tile * TILE + 2 * t;
 
   StatePart S = {};
-  const i64 state = ((n * shape.H) + args.first + head) * i64(K) * V;
+  const i64 state_offset = ((sequence * shape.H) + args.first + head) * i64(K) * V;
   // Calls f(number, its index in an array of states) for the lane's part of S.
   const auto each_number = [&](auto f) {
 #pragma unroll
@@ -119,14 +119,14 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
         const int row = channel + 8 * (x >> 1), across = column + 8 * n + (x & 1);
-        if (row < K && across < V) f(S[n / 2][n % 2][x], state + i64(row) * V + across);
+        if (row < K && across < V) f(S[n / 2][n % 2][x], state_offset + i64(row) * V + across);
       }
   };
   if (const float* given = backwards ? args.dht : args.initial)
     each_number([&](float& x, i64 index) { x = given[index]; });
 
   const int chunks = int((span.stop - span.start + CHUNK - 1) / CHUNK), steps = STEPS * chunks;
-  const i64 first_chunk = chunks_of(shape, n % shape.count).start;
+  const i64 first_chunk = chunks_of(shape, sequence % shape.count).start;
   // A step is 32 tokens, in the order of the walk. chunk_of: its chunk in the batch row. `fetch` starts to copy its
   // tokens to stage step % STAGES, and commits a group of copies also if there is no such step.
   const auto chunk_of = [&](int step) { return first_chunk + (backwards ? chunks - 1 - step / STEPS : step / STEPS); };
@@ -135,14 +135,14 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       Stage<Stored>& in = s.stages[step % STAGES];
       const i64 token = span.start + STEP * (backwards ? steps - 1 - step : step), stop = span.stop;
       const i64 width[2] = {width_padded_to_8(K), width_padded_to_8(V)};
-      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.x, backwards ? args.q : args.k, b, head, token, stop, k_tile * TILE,
-                                               width[0], WHOLE_PIECES);
-      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.y, backwards ? args.do_ : args.v, b, head, token, stop, v_tile * TILE,
-                                               width[1], WHOLE_PIECES);
+      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.x, backwards ? args.q : args.k, batch, head, token, stop,
+                                               k_tile * TILE, width[0], WHOLE_PIECES);
+      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.y, backwards ? args.do_ : args.v, batch, head, token, stop,
+                                               v_tile * TILE, width[1], WHOLE_PIECES);
       if (step % STEPS == STEPS - 1 && threadIdx.x < 2 * TILE / 4) {
         const int side = threadIdx.x / (TILE / 4), index = threadIdx.x % (TILE / 4) * 4;
         const i64 first = (side ? v_tile : k_tile) * TILE + index,
-                  chunk = (i64(b) * heads + head) * shape.NC + chunk_of(step);
+                  chunk = (i64(batch) * heads + head) * shape.NC + chunk_of(step);
         const bool exists = first < width[side];
         const float* from =
             (side ? args.column_decays : args.channel_decays) + (exists ? chunk * width[side] + first : 0);
@@ -162,20 +162,20 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     fetch(step + STAGES - 1);
     if (step % STEPS == 0) {  // a chunk begins: stores S, rounded, for the kernels that compute gradients
       Stored* to = static_cast<Stored*>(args.chunk_states) +
-                   state_tile_index(shape, heads, backwards, b, head, chunk_of(step), k_tile, v_tile);
+                   state_tile_index(shape, heads, backwards, batch, head, chunk_of(step), k_tile, v_tile);
 #pragma unroll
       for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x)
           put_pair(to + matrix_index(2 * warp + x, n) + 2 * lane,
                    float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
-      const i64 chunk = (i64(b) * heads + head) * shape.NC + chunk_of(step);
+      const i64 chunk = (i64(batch) * heads + head) * shape.NC + chunk_of(step);
       by_token = args.channel_growth[chunk] + args.column_growth[chunk] > BY_CHUNK;
       if (by_token) {
         StatePart in_memory;
 #pragma unroll
         for (int n = 0; n < TILE / 2; ++n) in_memory[n / 8][n / 4 % 2][n % 4] = S[n / 8][n / 4 % 2][n % 4];
-        compute_token_by_token(in_memory, args, b, args.first + head, chunk_of(step), channel, column, backwards);
+        compute_token_by_token(in_memory, args, batch, args.first + head, chunk_of(step), channel, column, backwards);
 #pragma unroll
         for (int n = 0; n < TILE / 2; ++n) S[n / 8][n / 4 % 2][n % 4] = in_memory[n / 8][n / 4 % 2][n % 4];
       }

@@ -164,17 +164,19 @@ template <class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV,
                                   blocks_with_room<ValueShared<Schedule, T, G, BK, BV>>(RESIDENT<Schedule, BK, BV>))
     value_gate_forward(const __grid_constant__ Args<T, G> args) {
-  // BT: tokens of a chunk, 32, or 16 if operands are floats; NUM_SUBCHUNKS: its sub-chunks of SUB_CHUNK = 8
-  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, BT = CHUNK<T>, NUM_SUBCHUNKS = BT / SUB_CHUNK, BLOCKS = BT / 16;
+  // BT: tokens of a chunk, 32, or 16 if operands are floats; NUM_SUBCHUNKS: its sub-chunks of SUB_CHUNK = 8; SIXTEENS:
+  // its groups of 16
+  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, BT = CHUNK<T>, NUM_SUBCHUNKS = BT / SUB_CHUNK,
+                SIXTEENS = BT / 16;
   using Share = WarpShare<T, BK, WARPS>;  // the spans of 4 tokens whose operands a warp makes
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, sequence_head = blockIdx.x / tiles, H = u32(shape.H),
             count = u32(shape.count);
-  const u32 n = sequence_head / H, h = sequence_head % H, b = n / count;
-  if (!HAS_OUTPUTS && n % u32(args.segments) >= u32(args.computed)) return;
-  const Span span = tokens_of(shape, n % count);
+  const u32 sequence = sequence_head / H, h = sequence_head % H, b = sequence / count;  // b: the batch row
+  if (!HAS_OUTPUTS && sequence % u32(args.segments) >= u32(args.computed)) return;
+  const Span span = tokens_of(shape, sequence % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
   const float scale = float(args.scale);
@@ -236,8 +238,8 @@ __global__ void __launch_bounds__(2 * BV,
     // Stores the decayed queries and keys, and s.decay, the channels' decays over the chunk (forward_operands.cuh).
     // Last argument: whether decays are multiplied in the order for large gates, from the nearest span on.
 #pragma unroll
-    for (int x = 0; x < Share::SHARES_PER_WARP; ++x) {
-      const Share share(x);
+    for (int index = 0; index < Share::SHARES_PER_WARP; ++index) {
+      const Share share(index);
       if (share.exists()) make_operands<AfterWrite, PRODUCTS>(s, stage, share, decays, grows || !HAS_OUTPUTS);
     }
     if (more) fetch_next_gates(token + BT);
@@ -258,7 +260,7 @@ __global__ void __launch_bounds__(2 * BV,
     }
     float largest = 0.f;  // of the columns' gates
 #pragma unroll
-    for (int m = 0; m < BLOCKS; ++m) {
+    for (int m = 0; m < SIXTEENS; ++m) {
       // x[p]: column g + 8 (p % 2), tokens 2t and 2t + 1 of sub-chunk 2m + p / 2
       float2 x[4];
       gates.load(x, s.value_gates, 16 * m);
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(2 * BV,
     }
     float sub_chunk_decays[2][NUM_SUBCHUNKS];  // decays of columns g and g + 8 over whole sub-chunks
 #pragma unroll
-    for (int m = 0; m < BLOCKS; ++m) {
+    for (int m = 0; m < SIXTEENS; ++m) {
       float2 x[4];
       gates.load(x, s.value_gates, 16 * m);
 #pragma unroll
@@ -318,7 +320,8 @@ __global__ void __launch_bounds__(2 * BV,
         }
         if (!last) continue;
       }
-      __syncwarp();  // all lanes have read the warp's values, which its outputs overwrite
+      // From here on the warp's outputs are stored: over its values in shared memory, and from there to memory.
+      __syncwarp();  // all lanes have read these values
 #pragma unroll
       for (int n = 0; n < NUM_SUBCHUNKS; ++n)
 #pragma unroll
