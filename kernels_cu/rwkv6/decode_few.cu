@@ -61,29 +61,29 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
     Layers::fetch_gated(words + first, args.kvrg_out + 3 * D + first, pitch, count);
   }
 
-  // Stores `sum`, the result of row m of a tile of MIX_DOWN, INPUTS or FFN_INPUTS, for other blocks.
-  __device__ __forceinline__ void finish(int phase, int tile, int input, int m, float sum) {
+  // Stores `sum`, the result of `row` of a tile of MIX_DOWN, INPUTS or FFN_INPUTS, for other blocks.
+  __device__ __forceinline__ void finish(int phase, int tile, int input, int row, float sum) {
     switch (phase) {
       case MIX_DOWN:
-        m += tile * ROWS;
-        if (m < 5 * args.A) put_word(args.low + m, tanhf(sum), epoch);
+        row += tile * ROWS;
+        if (row < 5 * args.A) put_word(args.low + row, tanhf(sum), epoch);
         break;
       case INPUTS:
         if (input == 0) {
-          m += tile * ROWS;
-          if (m < args.W) put_word(args.decay_low + m, tanhf(sum), epoch);
+          row += tile * ROWS;
+          if (row < args.W) put_word(args.decay_low + row, tanhf(sum), epoch);
         } else {
-          m += (tile - tiles_of(args.W) - (input - 1) * tiles_of(D)) * ROWS;
-          if (m < D) put_word(args.kvrg_out + (input - 1) * D + m, input == 4 ? silu(sum) : sum, epoch);
+          row += (tile - tiles_of(args.W) - (input - 1) * tiles_of(D)) * ROWS;
+          if (row < D) put_word(args.kvrg_out + (input - 1) * D + row, input == 4 ? silu(sum) : sum, epoch);
         }
         break;
       case FFN_INPUTS:
         if (input == 0) {
-          m += tile * ROWS;
-          if (m < args.F) put_word(args.activated + m, relu_squared<float>(sum), epoch);
+          row += tile * ROWS;
+          if (row < args.F) put_word(args.activated + row, relu_squared<float>(sum), epoch);
         } else {
-          m += (tile - tiles_of(args.F)) * ROWS;
-          if (m < D) put_word(args.gate + m, sigmoid(sum), epoch);
+          row += (tile - tiles_of(args.F)) * ROWS;
+          if (row < D) put_word(args.gate + row, sigmoid(sum), epoch);
         }
         break;
     }
@@ -127,8 +127,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
 
   // The same for a head's decay, low [W] up.
   template <int PASS>
-  __device__ __forceinline__ void sum_decay(TimeMixScratch& s, Up (&weight)[PASS], const Up* up, int split, int splits,
-                                            int channel, int N) const {
+  __device__ __forceinline__ void sum_decay(TimeMixScratch& scratch, Up (&weight)[PASS], const Up* up, int split,
+                                            int splits, int channel, int N) const {
     const int W = int(args.W);
     if (split >= splits) return;
     float sum = 0.f;
@@ -137,10 +137,10 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
 #pragma unroll
       for (int i = 0; i < PASS; ++i) {
         const int w = start + split + i * splits;
-        if (w < W) sum = fmaf(s.low[w], to_float(weight[i]), sum);
+        if (w < W) sum = fmaf(scratch.low[w], to_float(weight[i]), sum);
       }
     }
-    s.group_sums[split * N + channel] = sum;
+    scratch.group_sums[split * N + channel] = sum;
   }
 
   // This thread's channel of a head, without its gate.
@@ -190,7 +190,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
   // The phase TIME_MIX: computes y. A unit of work is a head; a thread has four columns of its state and every (4
   // THREADS / N)-th row, and, below N, a channel of its vectors.
   __device__ __forceinline__ void time_mix(i64 layer) {
-    TimeMixScratch& s = *reinterpret_cast<TimeMixScratch*>(staging);
+    TimeMixScratch& scratch = *reinterpret_cast<TimeMixScratch*>(staging);
     const int N = int(args.N), W = int(args.W), H = int(args.H);
     const int splits = THREADS / N, split = tid / N, channel = tid % N;
 #pragma unroll 1
@@ -216,15 +216,17 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       from[3] = args.decay_low + min(tid, W - 1);
       take_words(words, from, epoch);
       if (h != blockIdx.x) sync();  // the previous head's numbers have been read
-      if (tid < N) s.k[tid] = number(words[0]), s.v[tid] = number(words[1]), s.r[tid] = number(words[2]), s.u[tid] = u;
-      if (tid < W) s.low[tid] = number(words[3]);
+      if (tid < N)
+        scratch.k[tid] = number(words[0]), scratch.v[tid] = number(words[1]), scratch.r[tid] = number(words[2]),
+        scratch.u[tid] = u;
+      if (tid < W) scratch.low[tid] = number(words[3]);
 #pragma unroll 1
-      for (int w = tid + THREADS; w < W; w += THREADS) s.low[w] = Layers::take_number(args.decay_low + w);
+      for (int w = tid + THREADS; w < W; w += THREADS) scratch.low[w] = Layers::take_number(args.decay_low + w);
       sync();  // the inputs are in shared memory
 
-      sum_decay(s, weight, up, split, splits, channel, N);
+      sum_decay(scratch, weight, up, split, splits, channel, N);
       // Adds the sums of the decay, steps the state, and calls the function with each y (rwkv6/time_mix.cuh).
-      time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
+      time_mix_head(scratch, part, state, N, tid, own, float(args.group_eps),
                     [&](int n, float y) { put_word(args.y + at + n, y, epoch); });
     }
   }

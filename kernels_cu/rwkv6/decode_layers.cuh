@@ -13,8 +13,8 @@
 //           and FFN_VALUE the channel mix: they add to the residual stream; FFN_INPUTS begins the channel mix; HEAD,
 //           after all layers, gives the logits
 // shapes    args.x [D]: the residual stream; att_shift, ffn_shift: the previous token's LN(x) of the time and of the
-//           channel mix. args.xx [6, D]: see normed_words. args.staged: how many numbers of a vector the staging area
-//           holds at a time
+//           channel mix. args.xx [6, D]: see decode_norms.cuh. args.staged: how many numbers of a vector the staging
+//           area holds at a time
 // smem      Shared (decode_weights.cuh); behind it the staging area, with the operands of vectors
 // barriers  mbarriers. full, empty: a stage of weights has been copied, has been read by all lanes; summed: the warps'
 //           sums of a tile are in tile_sums; taken: the finishing warp has read them. Named: 1, of the computing
@@ -23,7 +23,7 @@
 //           of 8 bytes (float32 weights), or with its lowest bit alone, in words of 4 bytes
 // numerics  each number of a vector is TERMS numbers that tensor cores read exactly (decode_split.cuh); these are
 //           columns of one product, and are added at the end
-#include "rwkv6/decode_operands.cuh"
+#include "rwkv6/decode_norms.cuh"
 
 // From the includes:
 //   THREADS = 256 threads compute, WARPS = 8 warps
@@ -33,17 +33,15 @@
 //     of base 256, from -128 to 127, as with int8 weights
 //   put_word: stores a number for other blocks; load_words, settle_words, take_words: load words, until they are of
 //     this epoch
-//   floats, kept_norm: a norm's numbers in the staging area; put_operands, put_vector: store operands there,
-//     load_stages loads them; fetch<FOURS, GATED>: waits for words and stores their operands
-//   Norm: where a norm's parameters `ln`, its mix's `maa` and the previous token's LN(x), `shift`, are; channels(norm,
-//     j): those of channels j ... j + 3 (Channels)
-//   sum_for_norm: stores the warps' sums for a norm; sum_of_warps: adds them
+//   load_stages: loads operands from the staging area; fetch<FOURS, GATED>: waits for words and stores their operands
+//   normalise: stores the operands of a phase's first mix of LN(x), mix_again: those of another one. normed_words,
+//     x_words, last_x_words: the words of LN(x), of x after a mix, and of x after the last layer
 //   row_of_slot, next_slot: the lane's part of the next stage
 //   state_row: the row of the states of all layers
 //   init_stages: initialises barriers and the block's tiles; copy_weights: the loop of the copying warps; rows_of,
 //     depth_of: the rows of a tile, and their length K
 //   PHASES: of a layer; multiplies: whether a phase multiplies by weights; is_normed: whether by LN(x) or its mixes
-//   input_of: the input of a tile; norm_of: the parameters for it
+//   input_of: the input of a tile
 //   most_of_grid: the largest key of all blocks, counted in args.brought, in the last block to call; 0 in others
 //   opaque: hides a value's origin from the compiler
 
@@ -60,11 +58,10 @@
 //               of the vector must be staged at once. The host makes args.staged at least D, their K; FFN_VALUE's
 //               vector may be staged in parts
 //   share_of    gives a block the same tiles of OUTPUT and of FFN_VALUE, in every layer
-template <class Version, typename T, typename S, int STAGES> struct DecodeLayers : DecodeOperands<T, S, STAGES> {
-  typedef DecodeOperands<T, S, STAGES> Block;
+template <class Version, typename T, typename S, int STAGES> struct DecodeLayers : DecodeNorms<T, S, STAGES> {
+  typedef DecodeNorms<T, S, STAGES> Block;
   using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity, Block::epoch;
-  using Block::TERMS, Block::PACKED, Block::DIGITS, Block::channels, Block::floats;
-  typedef typename Block::Channels Channels;
+  using Block::TERMS, Block::PACKED, Block::DIGITS, Block::normed_words, Block::x_words, Block::last_x_words;
   typedef typename Block::Operands Operands;
   typedef typename Block::Word Word;
   static_assert(VECTORS == 2 || VECTORS == 1 && KEEPS_NORM, "a phase with two inputs is normed once");
@@ -90,13 +87,11 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   static constexpr int LANES = DIGITS ? 2 : 1;  // lanes of the finishing warp for each row
   typedef typename Sum<T>::Type Sums[CHAINS][Split<T>::SUMS][4];
 
-  // Waits for a word, and returns its number.
-  __device__ __forceinline__ float take_number(const Word* from) const {
-    Word word[1];
-    const Word* const words[1] = {from};
-    take_words(word, words, epoch);
-    return number(word[0]);
-  }
+  static constexpr bool GATED = true, UNGATED = false;
+  // FOURS: groups of four words that a lane waits for at once, or FEW if these are all. Held weights, and gates, leave
+  // registers for fewer. With digits a call of `fetch` must find one unit for all numbers.
+  static constexpr int FEW = 2;
+  static constexpr int MOST_DIGITS = 8192;  // the most numbers in the staging area with digits (DecodeFew.staged)
 
   // Waits for `count` words, and stores the operands of their numbers in the staging area, in rows of `pitch` numbers.
   __device__ __forceinline__ void fetch_words(const Word* words, int pitch, int count) {
@@ -107,11 +102,6 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   __device__ __forceinline__ void fetch_gated(const Word* words, const Word* gates, int pitch, int count) {
     fetch_staged<DIGITS ? 8 : FEW, GATED>(words, gates, pitch, count);
   }
-  static constexpr bool GATED = true, UNGATED = false;
-  // FOURS: groups of four words that a lane waits for at once, or FEW if these are all. Held weights, and gates, leave
-  // registers for fewer. With digits a call of `fetch` must find one unit for all numbers.
-  static constexpr int FEW = 2;
-  static constexpr int MOST_DIGITS = 8192;  // the most numbers in the staging area with digits (DecodeFew.staged)
   template <int FOURS, bool HAS_GATES>
   __device__ __forceinline__ void fetch_staged(const Word* words, const Word* gates, int pitch, int count) {
     static_assert(!DIGITS || Block::template AT_ONCE<FOURS> >= MOST_DIGITS);
@@ -121,131 +111,30 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     else Block::template fetch<FOURS, HAS_GATES>(words, gates, pitch, count);
   }
 
-  // -- norms ---------------------------------------------------------------------------------------------------------
-  // The parts of args.xx: LN(x) of a mix; x after a mix; x after the last layer, in words of 8 bytes, which hold the
-  // whole epoch. A word of 4 bytes has its lowest bit only, and is for blocks that read it in every layer. All blocks
-  // with tiles of HEAD read the last x, and may have had no tile of a normed phase before.
-  static constexpr int OF_TIME_MIX = 0;  // the value of `channel_mix` for the time mix
-  __device__ __forceinline__ Word* normed_words(int channel_mix) const { return args.xx + channel_mix * D; }
-  __device__ __forceinline__ Word* x_words(int channel_mix) const { return args.xx + (2 + channel_mix) * D; }
-  __device__ __forceinline__ u64* last_x_words() const { return reinterpret_cast<u64*>(args.xx + 4 * D); }
-
-  // Waits for the words of x [D], and stores their numbers in floats(), in the staging area.
-  template <typename W> __device__ __forceinline__ void take_x(const W* words, u32 epoch) {
-    constexpr int TOGETHER = 16 / sizeof(W) /* words of a load */, LOADS = 8 / TOGETHER;
-#pragma unroll 1
-    for (int start = TOGETHER * tid; start < D; start += LOADS * TOGETHER * THREADS) {
-      const W* from[LOADS];
-      W found[LOADS][TOGETHER];
-      const auto at = [&](int n) { return min(start + n * TOGETHER * THREADS, D - TOGETHER); };
-#pragma unroll
-      for (int n = 0; n < LOADS; ++n) from[n] = words + at(n);
-      take_words(found, from, epoch);
-#pragma unroll
-      for (int n = 0; n < LOADS; ++n)
-#pragma unroll
-        for (int i = 0; i < TOGETHER; i += 2)
-          *reinterpret_cast<float2*>(floats() + at(n) + i) = {number(found[n][i]), number(found[n][i + 1])};
-    }
-  }
-  // The same for the x that a normed phase reads: after the time mix, after the channel mix of the layer before, or, in
-  // the first layer, from memory.
-  __device__ __forceinline__ void take_x(i64 layer, int phase) {
-    if (phase == HEAD) take_x(last_x_words(), epoch - 1);  // of the last layer
-    else if (phase == FFN_INPUTS) take_x(x_words(0), epoch);
-    else if (layer > 0) take_x(x_words(1), epoch - 1);
-    else
-#pragma unroll 1
-      for (int j = 4 * tid; j < D; j += 4 * THREADS) *reinterpret_cast<float4*>(floats() + j) = load4(args.x + j);
-    sync();  // the staging area is filled
-  }
-
-  // Stores the operands of xx + (shift - xx) maa, with xx = LN(x), for the mix of the block's first tile `tile`, or, if
-  // VECTORS is 2, for both mixes of FFN_INPUTS; if KEEPS_NORM, keeps xx for `mix_again`. The block that has the phase's
-  // tile 0 stores words of xx for others.
-  __device__ __forceinline__ void normalise(i64 layer, int phase, int tile) {
-    constexpr int AHEAD = 2;  // groups of four channels whose parameters a thread loads before it waits for x
-    Word* const xx = tile == 0 && phase != HEAD ? normed_words(phase == FFN_INPUTS) : nullptr;
-    const bool twice = VECTORS == 2 && phase == FFN_INPUTS;
-    const Norm norm = norm_of(args, layer, phase, VECTORS == 2 ? 0 : input_of(args, phase, tile));
-    const float inverse_D = 1.f / D;
-    const auto load = [&](const float* from, int j) { return from && j < D ? load4(from + j) : float4{}; };
-    // Of AHEAD groups of four channels: the norm's and the mix's parameters; the previous token's xx; the second mix's
-    // maa.
-    Channels ahead[AHEAD];
-    float4 old[AHEAD], second_maa[AHEAD];
-    const auto load_channels = [&](int n, int j) {
-      ahead[n] = channels(norm, j), old[n] = load(norm.shift, j),
-      second_maa[n] = load(twice ? norm.maa + D : nullptr, j);
-    };
-#pragma unroll
-    for (int n = 0; n < AHEAD; ++n) load_channels(n, 4 * (tid + n * THREADS));
-    take_x(layer, phase);
-    Block::sum_for_norm(floats());  // s.sum, s.squares: by warp
-    const float mean = Block::sum_of_warps(s.sum) * inverse_D;
-    const float scale = inverse_root(Block::sum_of_warps(s.squares) * inverse_D + float(args.eps));
-    const auto store_mixes = [&](int n, int j) {
-      if (j >= D) return;
-      Channels& c = ahead[n];
-      const float4 y = Block::normed(load4(floats() + j), mean, scale, c);
-      const auto store = [&](int vector, const float4& x) {
-        if (DIGITS) *reinterpret_cast<float4*>(floats() + vector * D + j) = x;
-        else Block::put_operands(D, vector, j, x);
-      };
-      store(0, norm.shift ? Block::mixed(y, old[n], c) : y);
-      if (KEEPS_NORM) *reinterpret_cast<float4*>(Block::kept_norm() + j) = y;
-      c.maa = second_maa[n];
-      if (twice) store(1, Block::mixed(y, old[n], c));
-      if (!xx) return;
-      put_word(xx + j, y.x, epoch), put_word(xx + j + 1, y.y, epoch);
-      put_word(xx + j + 2, y.z, epoch), put_word(xx + j + 3, y.w, epoch);
-    };
-#pragma unroll
-    for (int n = 0; n < AHEAD; ++n) store_mixes(n, 4 * (tid + n * THREADS));
-#pragma unroll 1
-    for (int j = 4 * (tid + AHEAD * THREADS); j < D; j += 4 * THREADS) load_channels(0, j), store_mixes(0, j);
-    sync();  // the operands, or the numbers that become digits, are in shared memory
-    if (DIGITS)
-#pragma unroll 1
-      for (int vector = 0; vector <= twice; ++vector)
-        Block::put_vector(vector, [&](int k) { return load4(floats() + vector * D + k); });
-  }
-
-  // Stores the operands of another mix of the phase, number `input`, over those of the mix before.
-  __device__ __forceinline__ void mix_again(i64 layer, int phase, int input) {
-    const Norm norm = norm_of(args, layer, phase, input);
-    __syncwarp();  // the warp has read its part of the staging area, which is overwritten
-    Block::put_vector(0, [&](int k) {
-      Channels c = {};
-      c.maa = load4(norm.maa + k);
-      return Block::mixed(load4(Block::kept_norm() + k), load4(norm.shift + k), c);
-    });
-  }
-
   // -- products ------------------------------------------------------------------------------------------------------
-  // Stores the result of row m of a tile, from its sum. Phases with inputs of their own (key, value ...) number them by
+  // Stores the result of `row` of a tile, from its sum. Phases with inputs of their own (key, value ...) number them by
   // `input`. xx: LN(x) of the row's channel, for phases that add to x.
-  __device__ __forceinline__ void finish_row(i64 layer, int phase, int tile, int input, int m, float sum, float xx) {
+  __device__ __forceinline__ void finish_row(i64 layer, int phase, int tile, int input, int row, float sum, float xx) {
     switch (phase) {
       case OUTPUT:
       case FFN_VALUE:
-        m += tile * ROWS;
-        if (m >= D) break;
-        put_word(x_words(phase == FFN_VALUE) + m, sum, epoch);
-        if (phase == FFN_VALUE && layer == args.L - 1) put_word(last_x_words() + m, sum, epoch);
+        row += tile * ROWS;  // of the matrix from here on
+        if (row >= D) break;
+        put_word(x_words(phase == FFN_VALUE) + row, sum, epoch);
+        if (phase == FFN_VALUE && layer == args.L - 1) put_word(last_x_words() + row, sum, epoch);
         // This thread alone reads it as the sum so far: OUTPUT and FFN_VALUE have the same tiles. In layer 0 all blocks
         // read it for a norm (take_x), but have done so: the vector of OUTPUT depends on what they computed from it.
-        args.x[m] = sum;
-        (phase == FFN_VALUE ? args.ffn_shift : args.att_shift)[state_row(args, layer) * D + m] = xx;
+        args.x[row] = sum;
+        (phase == FFN_VALUE ? args.ffn_shift : args.att_shift)[state_row(args, layer) * D + row] = xx;
         break;
       case HEAD:
-        m += tile * ROWS;
-        if (m >= args.V) break;
-        args.logits[m] = sum;
-        if (const u64 key = key_of(sum, m); key > likeliest) likeliest = key;
+        row += tile * ROWS;
+        if (row >= args.V) break;
+        args.logits[row] = sum;
+        if (const u64 key = key_of(sum, row); key > likeliest) likeliest = key;
         break;
       default:
-        version().finish(phase, tile, input, m, sum);
+        version().finish(phase, tile, input, row, sum);
     }
   }
 
@@ -357,7 +246,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
       load_slots<HELD_STAGES>(held, stages);
       release_slots(stages);
     }
-    if (normed) normalise(layer, phase, tiles[0]);
+    if (normed) Block::normalise(layer, phase, tiles[0]);
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
     const int K = opaque(depth_of(args, phase));
     const int staged = normed ? K : min(K, int(args.staged));                 // numbers in the staging area at a time
@@ -374,7 +263,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         const int count = min(staged, K - start);
         if (staged_input != input || staged < K) {
           if (!normed) version().fetch(phase, input, start, staged, count);
-          else if (KEEPS_NORM && n > 0) mix_again(layer, phase, input);
+          else if (KEEPS_NORM && n > 0) Block::mix_again(layer, phase, input);
           if (in_registers) Block::template load_stages<VECTOR_STAGES>(x, vector, staged, count, 0);
           staged_input = input;
         }

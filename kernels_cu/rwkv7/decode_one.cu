@@ -60,20 +60,20 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
     Layers::fetch_words((phase == OUTPUT ? args.y : args.activated) + first, pitch, count);
   }
 
-  // Stores `sum`, the result of row m of a tile of INPUTS or FFN_INPUTS, for other blocks.
-  __device__ __forceinline__ void finish(int phase, int tile, int, int m, float sum) {
+  // Stores `sum`, the result of `row` of a tile of INPUTS or FFN_INPUTS, for other blocks.
+  __device__ __forceinline__ void finish(int phase, int tile, int, int row, float sum) {
     if (phase == FFN_INPUTS) {
-      m += tile * ROWS;
-      if (m < args.F) put_word(args.activated + m, relu_squared<float>(sum), epoch);
+      row += tile * ROWS;
+      if (row < args.F) put_word(args.activated + row, relu_squared<float>(sum), epoch);
       return;
     }
     const InputTile of = input_tile_of(args, tile);
-    m += of.tile * ROWS;
+    row += of.tile * ROWS;
     if (of.matrix >= OPENINGS) {
-      if (m < D) put_word(args.vkr_out + (of.matrix - OPENINGS) * D + m, sum, epoch);
+      if (row < D) put_word(args.vkr_out + (of.matrix - OPENINGS) * D + row, sum, epoch);
     } else {  // rows behind the rank give what nobody reads
       const float low = of.matrix == DECAY ? tanhf(sum) : of.matrix == GATE ? sigmoid(sum) : sum;
-      put_word(args.low + of.matrix * padded_rank() + m, low, epoch);
+      put_word(args.low + of.matrix * padded_rank() + row, low, epoch);
     }
   }
   __device__ __forceinline__ int padded_rank() const { return args.tiles_of_rank() * ROWS; }
@@ -105,7 +105,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
 
   // Stores the sums of this thread's terms of the openings' products low up, from `low` in shared memory, for its four
   // columns from `at` + part.column on.
-  __device__ __forceinline__ void sum_openings(HeadScratch& s, const float* low, const Rows& rows,
+  __device__ __forceinline__ void sum_openings(HeadScratch& scratch, const float* low, const Rows& rows,
                                                const StatePart& part, i64 layer, int at, int N) const {
 #pragma unroll
     for (int opening = 0; opening < OPENINGS; ++opening, low += padded_rank()) {
@@ -120,7 +120,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
 #pragma unroll 4
       for (; r < rank; r += part.groups)
         sum = add_scaled(sum, low[r], float4(row_of(layer, opening, r, at + part.column)));
-      if (part.group < part.groups) store4(s.group_sums[opening] + part.group * N + part.column, sum);
+      if (part.group < part.groups) store4(scratch.group_sums[opening] + part.group * N + part.column, sum);
     }
   }
 
@@ -130,8 +130,8 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
   __device__ __forceinline__ void compute(i64 layer, int) {
     constexpr int NEIGHBOURS = Layers::NEIGHBOURS;
     constexpr float DECAY_SCALE = 0.6065306597126334f;  // exp(-1/2)
-    HeadScratch& s = *reinterpret_cast<HeadScratch*>(staging);
-    float* const low = reinterpret_cast<float*>(&s + 1);
+    HeadScratch& scratch = *reinterpret_cast<HeadScratch*>(staging);
+    float* const low = reinterpret_cast<float*>(&scratch + 1);
     const int N = int(args.N), H = int(args.H), R = padded_rank();
 #pragma unroll 1
     for (int h = blockIdx.x; h < H; h += gridDim.x) {
@@ -158,7 +158,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
         for (int i = 0; i < NEIGHBOURS; ++i) low[n + i] = number(found[0][i]);
       }
       sync();  // `low` is in shared memory
-      sum_openings(s, low, rows, place, layer, at, N);
+      sum_openings(scratch, low, rows, place, layer, at, N);
       const StatePart part(state, N, tid, HOLDS_ROWS);
       sync();  // the groups' sums of the openings are in shared memory
       // Of the thread's channel: base + low up, before each opening's function.
@@ -168,7 +168,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
         for (int group = 0; group < part.groups; ++group)
 #pragma unroll
           for (int opening = 0; opening < OPENINGS; ++opening)
-            opened[opening] += s.group_sums[opening][group * N + channel];
+            opened[opening] += scratch.group_sums[opening][group * N + channel];
       sync();  // the openings' sums have been read, which the token overwrites
       Token token = {};
       if (tid < N) {
@@ -183,7 +183,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
         else *first_v = v;
         token = {number(words[1]), v, number(words[2]), decay, sigmoid(opened[RATE]), opened[GATE]};
       }
-      time_mix_head(s.of_token, part, state, N, tid, own, token, float(args.group_eps),
+      time_mix_head(scratch.of_token, part, state, N, tid, own, token, float(args.group_eps),
                     [&](int n, float y) { put_word(args.y + at + n, y, epoch); });
     }
   }

@@ -38,10 +38,9 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
   const Shape& shape = args.shape;
   const i64 v_tiles = (shape.V + TILE - 1) / TILE, k_tiles = (shape.K + TILE - 1) / TILE;
   const i64 v_tile = blockIdx.x % v_tiles * TILE, k_tile = blockIdx.x / v_tiles % k_tiles * TILE;
-  // n: the sequence, of batch row `batch`; size: how many numbers a state has
-  const i64 head = blockIdx.x / v_tiles / k_tiles % shape.H, n = blockIdx.x / v_tiles / k_tiles / shape.H;
-  const i64 batch = n / shape.count, size = shape.K * shape.V;
-  const Span chunks = chunks_of(shape, n % shape.count), tokens = tokens_of(shape, n % shape.count);
+  const i64 head = blockIdx.x / v_tiles / k_tiles % shape.H, sequence = blockIdx.x / v_tiles / k_tiles / shape.H;
+  const i64 batch = sequence / shape.count, state_size = shape.K * shape.V;
+  const Span chunks = chunks_of(shape, sequence % shape.count), tokens = tokens_of(shape, sequence % shape.count);
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   const int row = int(k_tile) + 16 * warp + g, across = int(v_tile) + 2 * t;  // of the lane's first number
   const bool pairs = shape.V % 2 == 0;  // whether two neighbouring numbers of a state are aligned for one store
@@ -58,7 +57,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
         if (channel < shape.K && column < shape.V) f(S[tile][x], channel * shape.V + column);
       }
   };
-  if (args.initial) each_number([&](float& x, i64 index) { x = args.initial[(n * shape.H + head) * size + index]; });
+  if (args.initial)
+    each_number([&](float& x, i64 index) { x = args.initial[(sequence * shape.H + head) * state_size + index]; });
   // Stores the lane's numbers in `state` [K, V].
   const auto store = [&](float* state) {
     if (!pairs) return each_number([&](float& x, i64 index) { state[index] = x; });
@@ -93,7 +93,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
   };
 #pragma unroll
   for (u32 step = 0; step < STAGES - 1; ++step) fetch(step);
-  float* before = args.h + ((batch * shape.H + head) * shape.NC + chunks.start) * size;
+  float* before = args.h + ((batch * shape.H + head) * shape.NC + chunks.start) * state_size;
 #pragma unroll 1
   for (u32 step = 0; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
@@ -102,7 +102,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
     const Stage<T>& in = s.stages[step % STAGES];
     if (step % chunk_steps == 0) {  // a chunk begins: S is the state before it, and is then decayed over it
       store(before);
-      before += size;
+      before += state_size;
       const float decays[2] = {decay_of(in.gates[16 * warp + g]), decay_of(in.gates[16 * warp + g + 8])};
 #pragma unroll
       for (int tile = 0; tile < TILE / 8; ++tile)
@@ -123,5 +123,6 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
       }
     }
   }
-  if (args.final) each_number([&](float& x, i64 index) { args.final[(n * shape.H + head) * size + index] = x; });
+  if (args.final)
+    each_number([&](float& x, i64 index) { args.final[(sequence * shape.H + head) * state_size + index] = x; });
 }

@@ -102,7 +102,8 @@ template <int W> __device__ __forceinline__ void put(float* to, const float (&x)
 }
 
 // Stores queries decayed from the middle of their sub-chunk, and keys decayed to it, for a lane's channels of the
-// warp's 16 tokens. a: the tokens' decays exp g, here and below. With the middle before token M:
+// warp's 16 tokens. token_decays: the tokens' decays exp g, here and below, a_m in what follows. With the middle before
+// token M:
 //   i >= M   query i times prod_{M <= m <= i} a_m (RWKV-6: m < i),   key i divided by prod_{M <= m <= i} a_m
 //   i < M    query i divided by prod_{i < m < M} a_m (RWKV-6: i <= m),   key i times prod_{i < m < M} a_m
 // The last key of a sub-chunk, and RWKV-6's first query, are divided by four decays, so by as little as e^-80. The only
@@ -111,7 +112,7 @@ template <int W> __device__ __forceinline__ void put(float* to, const float (&x)
 template <class ReadOrder, int BK, int W, typename T>
 __device__ __forceinline__ void decay_about_middles(float* q, float* k, const Piece<W, T> (&queries)[WARP_ROWS],
                                                     const Piece<W, T> (&keys)[WARP_ROWS],
-                                                    const float (&a)[WARP_ROWS][W]) {
+                                                    const float (&token_decays)[WARP_ROWS][W]) {
   constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;  // a query is decayed by its own token's gate, too
 #pragma unroll
   for (int first = 0; first < WARP_ROWS; first += HALF) {
@@ -122,17 +123,17 @@ __device__ __forceinline__ void decay_about_middles(float* q, float* k, const Pi
 #pragma unroll
     for (int n = 0; n < HALF; ++n) {
       const int i = first + (after ? n : HALF - 1 - n);
-      float x[W], y[W];
+      float decayed_query[W], decayed_key[W];
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        const float excluding_i = between[c], including_i = excluding_i * fmaxf(a[i][c], LEAST_DECAY);
+        const float excluding_i = between[c], including_i = excluding_i * fmaxf(token_decays[i][c], LEAST_DECAY);
         const float query = after == INCLUSIVE ? including_i : excluding_i;
-        x[c] = queries[i].get(c) * (after ? query : inverse(query));
-        y[c] = keys[i].get(c) * (after ? inverse(including_i) : excluding_i);
+        decayed_query[c] = queries[i].get(c) * (after ? query : inverse(query));
+        decayed_key[c] = keys[i].get(c) * (after ? inverse(including_i) : excluding_i);
         between[c] = including_i;
       }
-      put(q + i * ROW<BK>, x);
-      put(k + i * ROW<BK>, y);
+      put(q + i * ROW<BK>, decayed_query);
+      put(k + i * ROW<BK>, decayed_key);
     }
   }
 }
@@ -140,7 +141,8 @@ __device__ __forceinline__ void decay_about_middles(float* q, float* k, const Pi
 // Stores queries decayed from the start of their sub-chunk. Sets `sub_chunk_decays` to the decay over each sub-chunk.
 template <class ReadOrder, int BK, int W, typename T>
 __device__ __forceinline__ void decay_from_starts(float* q, const Piece<W, T> (&queries)[WARP_ROWS],
-                                                  const float (&a)[WARP_ROWS][W], float (&sub_chunk_decays)[2][W]) {
+                                                  const float (&token_decays)[WARP_ROWS][W],
+                                                  float (&sub_chunk_decays)[2][W]) {
 #pragma unroll
   for (int sub_chunk = 0; sub_chunk < 2; ++sub_chunk) {
 #pragma unroll
@@ -150,7 +152,7 @@ __device__ __forceinline__ void decay_from_starts(float* q, const Piece<W, T> (&
       float x[W];
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        const float before = sub_chunk_decays[sub_chunk][c], after = before * a[i][c];
+        const float before = sub_chunk_decays[sub_chunk][c], after = before * token_decays[i][c];
         x[c] = queries[i].get(c) * (ReadOrder::reads_before_write ? before : after);
         sub_chunk_decays[sub_chunk][c] = after;
       }
@@ -163,7 +165,7 @@ __device__ __forceinline__ void decay_from_starts(float* q, const Piece<W, T> (&
 // first group.
 template <int TOKENS, int BK, int W, typename T>
 __device__ __forceinline__ void decay_to_ends(float* k, const Piece<W, T> (&keys)[WARP_ROWS],
-                                              const float (&a)[WARP_ROWS][W], float (&group_decay)[W]) {
+                                              const float (&token_decays)[WARP_ROWS][W], float (&group_decay)[W]) {
 #pragma unroll
   for (int i = WARP_ROWS - 1; i >= 0; --i) {
     float x[W];
@@ -171,7 +173,7 @@ __device__ __forceinline__ void decay_to_ends(float* k, const Piece<W, T> (&keys
     for (int c = 0; c < W; ++c) {
       if (i % TOKENS == TOKENS - 1) group_decay[c] = 1.f;
       x[c] = keys[i].get(c) * group_decay[c];
-      group_decay[c] *= a[i][c];
+      group_decay[c] *= token_decays[i][c];
     }
     put(k + i * ROW<BK>, x);
   }
@@ -253,7 +255,7 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
     load(queries, from.q + channel, args.q.token_stride, from.rows, channels, bytes);
     load(keys, from.k + channel, args.k.token_stride, from.rows, channels, bytes);
     load(gates, from.g + channel, args.g.token_stride, from.rows, channels, bytes);
-    float a[WARP_ROWS][W];
+    float token_decays[WARP_ROWS][W];
 #pragma unroll
     for (int c = 0; c < W; ++c) {
       const float bonus = !ReadOrder::reads_before_write ? 1.f : c < channels ? u[channel + c] : 0.f;
@@ -261,7 +263,7 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
       for (int i = 0; i < WARP_ROWS; ++i) {
         const float gate = gates[i].get(c);
         grows |= !(gate <= GROWTH);
-        a[i][c] = decay_of(gate);
+        token_decays[i][c] = decay_of(gate);
         self_scores[i] = fmaf(queries[i].get(c), bonus * keys[i].get(c), self_scores[i]);
       }
     }
@@ -277,15 +279,15 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
         f(left, right);
       }
     };
-    decay_about_middles<ReadOrder, BK>(q + channel, k + channel, queries, keys, a);
+    decay_about_middles<ReadOrder, BK>(q + channel, k + channel, queries, keys, token_decays);
     __syncwarp();  // queries and keys are stored
     // All 16 queries with all 16 keys about the middles. Only pairs in one sub-chunk are right: within[0][0, 1] and
     // within[1][2, 3]. The end of this function replaces the other numbers.
     each_16_channels([&](auto& queries, auto& keys) { multiply(within, queries, keys); });
     __syncwarp();                                  // they have been read
     float sub_chunk_decays[2][W], first_decay[W];  // first_decay: an output that is not used: sub_chunk_decays[0] again
-    decay_from_starts<ReadOrder, BK>(q + channel, queries, a, sub_chunk_decays);
-    decay_to_ends<SUB_CHUNK, BK>(k + channel, keys, a, first_decay);
+    decay_from_starts<ReadOrder, BK>(q + channel, queries, token_decays, sub_chunk_decays);
+    decay_to_ends<SUB_CHUNK, BK>(k + channel, keys, token_decays, first_decay);
     __syncwarp();  // queries and keys for the border after 8 tokens are stored
     each_16_channels([&](auto& queries, auto& keys) { multiply(border_scores, queries, keys[0]); });
     __syncwarp();  // they have been read
@@ -328,12 +330,12 @@ __device__ __forceinline__ void store_earlier_keys(float* k, float* keys_decay, 
     Piece<W, G> gates[WARP_ROWS];
     load(keys, from.k + channel, args.k.token_stride, from.rows, channels, bytes);
     load(gates, from.g + channel, args.g.token_stride, from.rows, channels, bytes);
-    float a[WARP_ROWS][W], decay[W];
+    float token_decays[WARP_ROWS][W], decay[W];
 #pragma unroll
     for (int i = 0; i < WARP_ROWS; ++i)
 #pragma unroll
-      for (int c = 0; c < W; ++c) a[i][c] = decay_of(gates[i].get(c));
-    decay_to_ends<WARP_ROWS, BK>(k + channel, keys, a, decay);
+      for (int c = 0; c < W; ++c) token_decays[i][c] = decay_of(gates[i].get(c));
+    decay_to_ends<WARP_ROWS, BK>(k + channel, keys, token_decays, decay);
     put(keys_decay + channel, decay);
   }
 }
@@ -421,7 +423,7 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
                                                  : 0),
                             int(shape.K)};
   };
-  for (int x = lane; x < BK; x += 32) s.gap_decay[warp][x] = 1.f;
+  for (int channel = lane; channel < BK; channel += 32) s.gap_decay[warp][channel] = 1.f;
   if (first_row < span.stop) {
     float d[2][4] = {};
     score_within<ReadOrder, T, G, BK>(d, s.q + warp * WARP_ROWS * ROW<BK>, k, s.keys_decay[warp],
