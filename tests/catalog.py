@@ -162,7 +162,8 @@ def delta_rules():
     walks = (delta.DeltaScan, delta.DeltaBackwardStates)
     for walk, T, K, V, two_writes, outputs in product(walks, CTYPES, gated.CHANNELS, gated.TILES, *[(False, True)] * 2):
         ofs = walk.DIRECTIONS if walk is delta.DeltaBackwardStates and K in gated.TILES else ()
-        for ring in (2,) if T == SINGLE else (2, 3):
+        rings = (1, 2, 3) if K == gated.CHANNELS[-1] and V == gated.TILES[0] else (2, 3)
+        for ring in rings[: -1 if T == SINGLE else None]:
             yield walk(T, K, V, two_writes, ring, outputs)
             yield from (walk(T, K, V, two_writes, ring, outputs, of) for of in ofs[1:])
     yield from (delta.DeltaJoinSegments(R, K) for R, K in product((SINGLE, DOUBLE), gated.CHANNELS))

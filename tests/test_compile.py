@@ -104,9 +104,8 @@ def targets(instances):
 #                       sm_90   bfloat16 200
 #                       sm_100  bfloat16 156, its SegmentState 8, x3 76
 #   delta/kda_backward_chunks  sm_120  what it keeps of pairs, at 255 registers
-#   delta/backward_states  sm_80   256 channels, two writes, with outputs: RWKV-7's, which no such card runs, as
-#                                  delta/dplr_prepare has no room there
-#                          sm_90   two writes 44, float32 8, both of 256 channels with outputs: once a chunk
+#   delta/backward_states  sm_80   256 channels, two writes, with outputs: once a chunk
+#                          sm_90   two writes 68, float32 16, both of 256 channels with outputs: once a chunk
 #                          sm_100  256 channels, two writes, or no outputs: two numbers once a chunk
 #   delta/backward_chunks  sm_90   256 channels, 512 threads of 128 registers: float32 352, half precision 36; its 128
 #                                  channels 16
@@ -122,8 +121,8 @@ SPILLED = {
     ("gated/forward", "sm_80"): 8,
     ("gated/forward", "sm_90"): 120,
     ("gated/forward", "sm_100"): 144,
-    ("delta/backward_states", "sm_80"): 192,
-    ("delta/backward_states", "sm_90"): 44,
+    ("delta/backward_states", "sm_80"): 76,
+    ("delta/backward_states", "sm_90"): 68,
     ("delta/backward_states", "sm_100"): 16,
     ("delta/backward_chunks", "sm_90"): 352,
     ("delta/backward_chunks", "sm_100"): 280,

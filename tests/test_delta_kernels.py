@@ -114,6 +114,8 @@ CASES = {
     "rwkv7-256-packed": Case(
         RWKV7, K=256, V=20, H=1, T=36, dtype=HALF, gate="some-inf", gate_dtype=SINGLE, options=PACKED
     ),
+    "rwkv7-256-float32": Case(RWKV7, H=1, T=70, K=193, V=66, gate="by_channel"),
+    "rwkv7-three-tiles-float32": Case(RWKV7, K=130, V=20, H=1, gate="some-inf", options=PACKED),
     "rwkv7-packed": Case(
         RWKV7,
         H=1,
@@ -563,7 +565,9 @@ def test_narrow_heads_are_taken_at_once(op, gradient):
 def test_reasons_against_chunks(changed, mode, reason, gradient, rng):
     arrays, *_ = Case(**{"dtype": HALF} | changed).drawn(rng)
     op = changed.get("op", GATED_DELTA_RULE)
-    plan = planned.plan_of(op.bind(arrays, mode=mode, gradient=gradient), planned.Noting())
+    card = planned.Noting()
+    card.shared_per_block = 99 << 10
+    plan = planned.plan_of(op.bind(arrays, mode=mode, gradient=gradient), card)
     assert plan.reasons["in chunks"].startswith(reason)
 
 
@@ -655,7 +659,7 @@ def test_growth_within_a_segment(monkeypatch, kernel_backend, op, dtype, K, befo
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("K, V, segments", [(39, 70, 3), (39, 70, 4), (101, 40, 4), (64, 64, 4)])
+@pytest.mark.parametrize("K, V, segments", [(39, 70, 3), (39, 70, 4), (101, 40, 4), (64, 64, 4), (130, 20, 3)])
 @pytest.mark.parametrize("states", [False, True], ids=["no-states", "states"])
 @pytest.mark.parametrize(
     "options", [{}, {"cu_seqlens": [0, 530, 530, 541]}, {"reverse": True}], ids=lambda x: "".join(x)

@@ -32,11 +32,11 @@
 //           follow those of G's
 // smem      a ring of STAGES: the bytes of a prepared chunk that the walk reads, and its v or do
 // barriers  one in is_whole: its threads agree whether a number is not finite; one a chunk: it has arrived, and the
-//           previous chunk has been read
+//           previous chunk has been read; these are two barriers if STAGES is 1
 // numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients, chunk_states and
 //           state_gradients are rounded to T
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
-// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 2
+// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 1
 // tests     test_delta_kernels: test_gradients (BOTH), test_gradients_from_what_a_call_keeps (one direction),
 //           test_segments (without OUTPUTS)
 #include "delta/backward_storage.cuh"
@@ -120,7 +120,6 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
                                      const Args<T>& args, u32 block, u32 value_tiles, u32 tiles) {
   using PreparedChunk = PreparedForGradients<T, BK, TWO_WRITES>;
   using OwnStage = Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTPUTS>;
-  static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
   constexpr int N = tiles_of_warp<T, BK>(OUTPUTS), THREADS = 2 * BV / N;  // a warp has N times 16 columns
   const Shape& shape = args.shape;
   const u32 sequence_head = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
@@ -178,9 +177,13 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
   for (int step = 0; step < STAGES - 1; ++step) fetch(step, step);
 #pragma unroll 1
   for (int step = 0, stage = 0; step < chunks; ++step) {
-    cp_async_wait<STAGES - 2>();
-    __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
+    if constexpr (STAGES > 1) cp_async_wait<STAGES - 2>();
+    __syncthreads();  // the chunk is in shared memory, unless STAGES is 1; the previous chunk has been read
     fetch(step + STAGES - 1, stage ? stage - 1 : STAGES - 1);  // to the previous chunk's stage
+    if constexpr (STAGES == 1) {
+      cp_async_wait<0>();
+      __syncthreads();  // the chunk is in shared memory
+    }
     const auto& prepared = stages[stage].prepared();
     const T* values_tile = stages[stage].values;
     if (++stage == STAGES) stage = 0;
@@ -220,15 +223,20 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
       return [&](int i, int across) { return transpose_pairs(packed[i / 16][i % 16 / 8 * 2 + across / 8]); };
     };
     if constexpr (BACK) {
+      float P[N][BT / 8][4] = {}, dresidual[BT / 8][4];
       if constexpr (OUTPUTS && TWO_WRITES) {
-        float dv[BT / 8][4] = {};
-        read_transposed<BK>(dv, S[0], prepared.Z[0]);
+        float read[2][BT / 8][4] = {}, (&dv)[BT / 8][4] = read[0];
+        read_twice<BK>(read, S[0], prepared.Z);
         add_tokens(dv, packed_values[0], prepared.B[0], scale);
         pack_tokens<T>(packed[0], dv);
         store(args.dv, transposed_pairs(packed[0]), columns, bytes);
+#pragma unroll
+        for (int n = 0; n < BT / 8; ++n)
+#pragma unroll
+          for (int m = 0; m < 4; ++m) P[0][n][m] = read[1][n][m];
+      } else {
+        read_transposed<BK>(P, S, prepared.Z[TWO_WRITES]);
       }
-      float P[N][BT / 8][4] = {}, dresidual[BT / 8][4];
-      read_transposed<BK>(P, S, prepared.Z[TWO_WRITES]);
       if constexpr (!OUTPUTS) load_values();
       if constexpr (OUTPUTS) {
 #pragma unroll

@@ -22,7 +22,7 @@
 // barriers  eight of the block, by number; behind each these are in shared memory, and their operands may be
 //           overwritten:
 //             1 inputs   2 decays of blocks (all threads also agree whether a gate grows)   3 decayed rows and k
-//             4 scores with k   5 decayed b   6 scores with b   7 N', L' and qd   8 H and B
+//             4 scores with k   5 decayed b   6 scores with b   7 N', L', qd, ke and be   8 H and B
 //           One of two warps: N22 of `solve` is stored. One more in prepare_by_tokens, in place of 3 to 8, and one in
 //           set_lengths if BK is 256
 // numerics  scores, N' and L' in float32. For 16-bit data each number of them is, as an operand, the sum of two float16
@@ -73,28 +73,28 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     T E[BT * BK];  // from 2 on
   };
   union {
-    T columns[2][BT * BK];               // until 2: k and b
-    Operand<T, f16> to_end[2][BT * BK];  // from 2 on: ke' and be'
-    T Z[2][BT * BK];                     // from 7 on, by each warp over its own channels: Zk and Zb; after 8 [0] is W
-  };
-  union {
     struct {  // until 2
+      T columns[2][BT * BK];  // k and b
       T a[BT * BK];
       G g[BT * BK];
     };
     struct {                       // from 2 on
       Matrix<Operand<T, f16>> QB;  // Aqb'
       float QK[BT][LD];            // Aqk'
-    };
-  };
-  union {
-    struct {  // until 6
-      // By level, as store_level has them: decayed q and a; decayed k, from 4 on b.
-      Operand<T, f16> rows[LEVELS][BT * BK], decayed_columns[LEVELS][BT / 2 * BK];
-    };
-    struct {                                               // from 6 on
-      float from_start[BT][BK + 8];                        // q' decayed from the chunk's start
-      Matrix<Operand<T, f16>> N_transposed, L_transposed;  // of N' and L', divided by their matrix_powers
+      union {
+        struct {  // until 6
+          // By level, as store_level has them: decayed q and a; decayed k, from 4 on b.
+          Operand<T, f16> rows[LEVELS][BT * BK], decayed_columns[LEVELS][BT / 2 * BK];
+        };
+        struct {  // from 6 on
+          union {
+            Operand<T, f16> to_end[2][BT * BK];  // ke' and be'
+            T Z[2][BT * BK];  // from 7 on, by each warp over its own channels: Zk and Zb; after 8 [0] is W
+          };
+          float from_start[BT][BK + 8];                        // q' decayed from the chunk's start
+          Matrix<Operand<T, f16>> N_transposed, L_transposed;  // of N' and L', divided by their matrix_powers
+        };
+      };
     };
   };
   union {
@@ -220,8 +220,6 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     const float4 a = times(a_lengths.power[task.first + n], times(before, block.rows[OF_A][n]));
     put_four(task.at(s.E, n), a), put_four(task.at(to.E, n), a);
     block.rows[OF_Q][n] = times(before, block.rows[OF_Q][n]);
-#pragma unroll
-    for (int kind = 0; kind < 2; ++kind) put_four(task.at(s.to_end[kind], n), times(after, block.to_end[kind][n]));
   }
   if (task.block == BLOCKS - 1)
     *reinterpret_cast<float4*>(to.decay + task.c) = times(before, unpack_four(&s.block_decays[task.block][task.c]));
@@ -255,11 +253,14 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     put_split_pair(s.QB.at(i, j), q_scores.x, q_scores.y);
     *reinterpret_cast<float2*>(&s.AB[i][j]) = a_scores;
   });
-  __syncthreads();  // 6: scores are in shared memory; their operands have been read, and qd may overwrite them
+  __syncthreads();  // 6: scores are in shared memory; their operands have been read: qd, ke, be may overwrite them
 
 #pragma unroll
-  for (int n = 0; n < BLOCK; ++n)
+  for (int n = 0; n < BLOCK; ++n) {
     *reinterpret_cast<float4*>(&s.from_start[task.first + n][task.c]) = block.rows[OF_Q][n];
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) put_four(task.at(s.to_end[kind], n), times(after, block.to_end[kind][n]));
+  }
   constexpr int INVERSE_BARRIER = 1;  // a named barrier
   // A warp makes L' (kind 0), the next one N' (1). Which ones depends on the block, since each quarter of a
   // multiprocessor runs every fourth warp.
@@ -289,7 +290,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     if (lane == 0) s.matrix_powers[kind] = power;
     put_transposed(transposed, x, 1.f / power);
   }
-  __syncthreads();  // 7: N', L' and qd are in shared memory
+  __syncthreads();  // 7: N', L', qd, ke and be are in shared memory
 
   const float L_power = s.matrix_powers[0], N_power = s.matrix_powers[1];
   // sums: (Aqb' L')_ij and (Aqb' N')_ij, divided by L_power and N_power, and those of j + 1.

@@ -15,10 +15,10 @@
 //           OUTPUTS, for every tiles_of_warp times 16. The blocks of F's columns follow those of G's
 // smem      a ring of STAGES: a prepared chunk, and its v
 // barriers  one in is_whole: its threads agree whether a number is not finite; one a chunk: it has arrived, and the
-//           previous chunk has been read
+//           previous chunk has been read; these are two barriers if STAGES is 1
 // numerics  S in float32 accumulators; S and v + Y (TWO_WRITES: Y) are rounded to T for products
 // source    Yang et al., 2024 (2412.06464), section 3.3
-// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 2
+// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 1
 // tests     test_delta_kernels; test_segments there without OUTPUTS
 #include "delta/chunk.cuh"
 #include "delta/prepared.cuh"
@@ -76,7 +76,6 @@ template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS>
 __global__ void __launch_bounds__(2 * BV / tiles_of_warp<T, BK>(OUTPUTS),
                                   (blocks_of_walk<Shared<T, BK, BV, TWO_WRITES, STAGES, OUTPUTS>, T, BK, BV>(OUTPUTS)))
     delta_scan(const Args<T> args) {
-  static_assert(STAGES >= 2, "a chunk is read while the next ones arrive");
   constexpr int N = tiles_of_warp<T, BK>(OUTPUTS), THREADS = 2 * BV / N;  // a warp has N times 16 columns
   using OwnStage = Stage<T, BK, BV, TWO_WRITES, OUTPUTS>;
   auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OUTPUTS>*>(dynamic_smem())->stages;
@@ -128,9 +127,13 @@ __global__ void __launch_bounds__(2 * BV / tiles_of_warp<T, BK>(OUTPUTS),
   for (int chunk = 0; chunk < STAGES - 1; ++chunk) fetch(chunk, chunk);
 #pragma unroll 1
   for (int token = 0, chunk = 0, stage = 0; token < tokens; token += BT, ++chunk) {
-    cp_async_wait<STAGES - 2>();
-    __syncthreads();  // the chunk is in shared memory; the previous chunk has been read
+    if constexpr (STAGES > 1) cp_async_wait<STAGES - 2>();
+    __syncthreads();  // the chunk is in shared memory, unless STAGES is 1; the previous chunk has been read
     fetch(chunk + STAGES - 1, stage ? stage - 1 : STAGES - 1);  // to the previous chunk's stage
+    if constexpr (STAGES == 1) {
+      cp_async_wait<0>();
+      __syncthreads();  // the chunk is in shared memory
+    }
     const auto& prepared = stages[stage].prepared();
     const T* v_tile = stages[stage].v;
     if (++stage == STAGES) stage = 0;

@@ -104,6 +104,27 @@ __device__ __forceinline__ void read_transposed(float (&y)[N][BT / 8][4], const 
   }
 }
 
+// y[i] (transposed) += rows[i] S, for both i: S is rounded once for two products.
+template <int BK, typename T>
+__device__ __forceinline__ void read_twice(float (&y)[2][BT / 8][4], const State<BK>& S, const T (&rows)[2][BT * BK]) {
+  const RowsReader<BK, T> right;
+#pragma unroll
+  for (int c = 0; c < BK / 32; ++c) {  // 32 channels
+    Word<T> s[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) pack_state<T, BK>(s[half], S, 2 * c + half);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int n = 0; n < BT / 8; ++n) {
+        Word<T> e[4];
+        right.load(e, rows[i], 8 * n, 32 * c);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) mma_m16n8k16(y[i][n], s[half], {e[2 * half], e[2 * half + 1]}, T{});
+      }
+  }
+}
+
 // S <- diag(decay) S. decay: of the BK channels, in shared memory.
 template <int BK> __device__ __forceinline__ void decay_state(State<BK>& S, const float* decay) {
   const int t = threadIdx.x & 3;

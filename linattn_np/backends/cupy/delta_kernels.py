@@ -110,12 +110,12 @@ class Walk(ChunkKernel, TiledKernel):
     @classmethod
     def fitting(cls, dtype, K, V, rule, walks, device, **fields):
         """The instance for so many walks at the same time. It has 128 columns per block if so wide blocks fill half of
-        the card, else 64, and three stages; if these do not fit in shared memory, two stages, and then 64 columns. In
-        float32 it has two stages at most: two blocks of 64 columns and channels then share a multiprocessor. `fields`:
-        those of the derived class."""
+        the card, else 64, and three stages; if these do not fit in shared memory, two stages, then 64 columns, and then
+        one stage. In float32 it has two stages at most: two blocks of 64 columns and channels then share a
+        multiprocessor. `fields`: those of the derived class."""
         BK, wide_blocks = channels(K), walks * ceil_div(V, TILES[1])
         BV = TILES[V > TILES[0] and 2 * wide_blocks >= device.multiprocessors]
-        sizes = ((BV, 3), (BV, 2), (TILES[0], 2))[dtype == FLOAT32 :]
+        sizes = ((BV, 3), (BV, 2), (TILES[0], 2), (TILES[0], 1))[dtype == FLOAT32 :]
         kernels = [cls(dtype, BK, width, rule == DPLR, stages, **fields) for width, stages in sizes]
         return next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
 
@@ -132,10 +132,10 @@ class Walk(ChunkKernel, TiledKernel):
     @property
     def summary(self) -> Walk:
         """The instance without outputs, with as many stages if blocks of 256 columns then share a multiprocessor,
-        else with two."""
+        else with two at most."""
         kernel = replace(self, outputs=False)
         fits = kernel.shared_bytes * TILES[1] <= SHARING * self.BV
-        return kernel if fits else replace(kernel, stages=2)
+        return kernel if fits else replace(kernel, stages=min(2, self.stages))
 
     @property
     def prepared_bytes(self) -> int:
