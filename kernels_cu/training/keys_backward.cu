@@ -138,17 +138,17 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys
     if (!computes) continue;
     const EightFloats bonus = lanes.load(args.bonus, channel), removal = lanes.load(keys.removal, channel),
                       replacement = lanes.load(keys.replacement, channel);
-    // share is key / k here, and dshare the gradient of that; dscored: dscore bonus.
+    // dkept: the gradient of kept, which is key / k; dscored: dscore bonus.
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const float kappa = k.x[n] * removal.x[n] * inverse, dremoved = (dkappa.x[n] - kappa * along) * inverse,
-                  share = kept(icl.x[n], replacement.x[n]), shut = 1.f - icl.x[n], dscored = bonus.x[n] * score.y;
-      dr.x[n] = fmaf(k.x[n] * share, dscored, dr.x[n]);  // k share is key
-      const float dkey_n = fmaf(r.x[n], dscored, dkey.x[n]), dshare = dkey_n * k.x[n];
+                  key_over_k = kept(icl.x[n], replacement.x[n]), shut = 1.f - icl.x[n], dscored = bonus.x[n] * score.y;
+      dr.x[n] = fmaf(k.x[n] * key_over_k, dscored, dr.x[n]);
+      const float dkey_n = fmaf(r.x[n], dscored, dkey.x[n]), dkept = dkey_n * k.x[n];
       dremoval.x[n] = fmaf(dremoved, k.x[n], dremoval.x[n]);
-      dreplacement.x[n] = fmaf(-dshare, shut, dreplacement.x[n]);
-      k.x[n] = fmaf(dkey_n, share, dremoved * removal.x[n]);
-      icl.x[n] = fmaf(kappa, db.x[n], dshare * replacement.x[n]) * icl.x[n] * shut;
+      dreplacement.x[n] = fmaf(-dkept, shut, dreplacement.x[n]);
+      k.x[n] = fmaf(dkey_n, key_over_k, dremoved * removal.x[n]);
+      icl.x[n] = fmaf(kappa, db.x[n], dkept * replacement.x[n]) * icl.x[n] * shut;
       dicl_base.x[n] += icl.x[n];
     }
     lanes.store(args.dr, index, dr);

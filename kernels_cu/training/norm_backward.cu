@@ -58,15 +58,15 @@ template <typename T> struct Added {
 };
 
 template <typename T> struct Gated {
-  Stored<T> first, second;
+  Stored<T> stored_gate, stored_value;
 
   __device__ __forceinline__ void load(const Args<T>& args, i64 index) {
-    first.load(args.first + index);
-    second.load(args.value + index);
+    stored_gate.load(args.first + index);
+    stored_value.load(args.value + index);
   }
 
   __device__ __forceinline__ void pull(const Args<T>& args, i64 index, const EightFloats& dy) const {
-    const EightFloats gate = first.floats(), value = second.floats();
+    const EightFloats gate = stored_gate.floats(), value = stored_value.floats();
     EightFloats dgate, dvalue;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ EightFloats normed(EightFloats x, float2 moments) {
 }
 
 // A thread's 8 channels of the current token, and its sums over the block's tokens.
-template <int C> struct State {
+template <int C> struct ThreadChannels {
   float2 moments, copied_moments;  // of the current token, and of the one that is being copied
   EightFloats direct;              // G without D_{t+1}
   EightFloats dweight, dbias, dmaa[C > 0 ? C : 1];
@@ -118,8 +118,8 @@ template <int C> struct State {
   }
 
   // Goes on to token t, which has been copied, and returns D_t. first: whether it is the first of its sequence;
-  // in_block: whether it is one of the block's, whose terms are added to dmaa. The state must be that of the token
-  // before, unless `first`.
+  // in_block: whether it is one of the block's, whose terms are added to dmaa. The current token must be the one before,
+  // unless `first`.
   template <typename T, int THREADS>
   __device__ __forceinline__ EightFloats next(const Args<T>& args, const Shared<T, THREADS, C>& s, i64 t, bool first,
                                               bool in_block) {
@@ -171,37 +171,37 @@ __global__ void __launch_bounds__(THREADS, blocks_with_registers(THREADS, C))
   const bool inside = j < D;
   Tokens token(args.tokens_per_block, args.tokens, args.T_);
   const auto exists = [&](i64 t) { return t <= token.last && t < args.tokens; };  // the token after the last one, too
-  State<C> state = {};
+  ThreadChannels<C> own = {};
   if (inside && token.more()) {
     if (const i64 before = token.t - 1; C > 0 && !token.starts()) {
       s.x[before % 2].copy(residual_of(args.x, before, D), D / 2);
-      state.moments = moments_of(args, before);
+      own.moments = moments_of(args, before);
     }
-    state.copy(args, s, token.t, true);
-    state.next(args, s, token.t, token.starts(), true);
-    if (exists(token.t + 1)) state.copy(args, s, token.t + 1, token.t + 1 < token.last);
+    own.copy(args, s, token.t, true);
+    own.next(args, s, token.t, token.starts(), true);
+    if (exists(token.t + 1)) own.copy(args, s, token.t + 1, token.t + 1 < token.last);
   }
   for (; token.more(); token.next()) {
     const i64 index = token.t * D + j, next = token.t + 1;
-    const float2 moments = state.moments;
-    EightFloats G = state.direct, xhat = {}, dx = {};
+    const float2 moments = own.moments;
+    EightFloats G = own.direct, xhat = {}, dx = {};
     Change<T> change = {};
     float sum = 0.f, product = 0.f;
     if (inside) {
       const EightFloats weight = load8(args.weight + j);
       change.load(args, index);
       if (exists(next)) {
-        const EightFloats shifted = state.next(args, s, next, token.ends(), next < token.last);
+        const EightFloats shifted = own.next(args, s, next, token.ends(), next < token.last);
 #pragma unroll
         for (int n = 0; n < 8; ++n) G.x[n] += token.ends() ? 0.f : shifted.x[n];
       }
       xhat = normed(s.x[token.t % 2].floats(), moments);
       if (args.dy) dx = s.dy[token.t % 2].floats();
-      if (exists(next + 1)) state.copy(args, s, next + 1, next + 1 < token.last);
+      if (exists(next + 1)) own.copy(args, s, next + 1, next + 1 < token.last);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        state.dweight.x[n] = fmaf(G.x[n], xhat.x[n], state.dweight.x[n]);
-        state.dbias.x[n] += G.x[n];
+        own.dweight.x[n] = fmaf(G.x[n], xhat.x[n], own.dweight.x[n]);
+        own.dbias.x[n] += G.x[n];
         G.x[n] *= weight.x[n];
         sum += G.x[n];
         product = fmaf(G.x[n], xhat.x[n], product);
@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_registers(THREADS, C))
   }
   if (!inside) return;
   float* parts = args.parts + blockIdx.x * (2 + C) * D + j;
-  store8(parts, state.dweight);
-  store8(parts + D, state.dbias);
+  store8(parts, own.dweight);
+  store8(parts + D, own.dbias);
 #pragma unroll
-  for (int c = 0; c < C; ++c) store8(parts + (2 + c) * D, state.dmaa[c]);
+  for (int c = 0; c < C; ++c) store8(parts + (2 + c) * D, own.dmaa[c]);
 }
