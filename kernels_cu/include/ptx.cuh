@@ -143,6 +143,7 @@ __device__ __forceinline__ int opaque(int x) {
 // ---- warp: matrix products; all 32 lanes take part --------------------------------------------------------
 // With g = lane / 4 and t = lane % 4, here and below, the accumulator of each of these products holds
 //   d[0], d[1] = D[g][2t], D[g][2t+1]      d[2], d[3] = D[g+8][2t], D[g+8][2t+1]
+// [2t,+1] are numbers 2t and 2t + 1, [2t+8,+9] numbers 2t + 8 and 2t + 9, [4t..+3] numbers 4t to 4t + 3.
 
 // D[16, 8] += A[16, 8] B[8, 8] in tf32.
 //   a = A[g][t], A[g+8][t], A[g][t+4], A[g+8][t+4]      b = B[t][g], B[t+4][g]
@@ -413,10 +414,10 @@ __device__ __forceinline__ void mbarrier_arrive_and_expect(MBarrier& b, u32 byte
                : "memory");
 }
 
-// ---- blocks of a cluster, with the same layout of shared memory; the peer is the other one of two: sm_90 -----
+// ---- blocks of a cluster, with the same layout of shared memory; "the other block" is that of two: sm_90 -----
 
 // The address in the other block's shared memory that corresponds to one in this block's.
-__device__ __forceinline__ u32 place_at_peer(const void* p) {
+__device__ __forceinline__ u32 address_in_other_block(const void* p) {
   u32 there;
   asm volatile(
       "{\n.reg .u32 rank;\nmov.u32 rank, %%cluster_ctarank;\nxor.b32 rank, rank, 1;\n"
@@ -430,17 +431,17 @@ __device__ __forceinline__ u32 place_at_peer(const void* p) {
 // does not order this thread's stores before the arrival, since waiting for stores takes longer than a chunk's
 // products.
 __device__ __forceinline__ void mbarrier_arrive_at_other_block(MBarrier& b) {
-  asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(place_at_peer(&b)) : "memory");
+  asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(address_in_other_block(&b)) : "memory");
 }
 
 // Starts copying `bytes` (a multiple of 16, as is the address) to the corresponding address of the other block, after
 // fence_proxy_async by the threads that wrote them. Arrives at the other block's `b`, whose phase ends after the copy.
 __device__ __forceinline__ void copy_to_other_block(const void* from, u32 bytes, MBarrier& b) {
-  const u32 barrier = place_at_peer(&b);
+  const u32 barrier = address_in_other_block(&b);
   asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   place_at_peer(from)),
+                   address_in_other_block(from)),
                "r"(u32(__cvta_generic_to_shared(from))), "r"(bytes), "r"(barrier)
                : "memory");
 }

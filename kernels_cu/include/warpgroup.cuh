@@ -170,13 +170,13 @@ __device__ __forceinline__ u32 remainder_of(u32 rounded, float x, float y) {
 // ---- layouts: a warp has 16 channels and all tokens of the chunk ----------------------------------------------------
 // With g = lane / 4 and t = lane % 4 a lane has channels g and g + 8 and of every 8 tokens 8n + 2t and 8n + 2t + 1:
 //   Values x:    x[4n + 2h + p] is channel g + 8h, token 8n + 2t + p: the accumulators of a product [channel, token]
-//   Operand x:   x[s][m] is channel g + 8(m % 2), tokens 16s + 8(m / 2) + 2t and the next: a left operand that is
-//                multiplied over tokens
+//   Operand x:   x[step][m] is channel g + 8(m % 2), tokens 16 step + 8(m / 2) + 2t and the next: a left operand that
+//                is multiplied over tokens, 16 in a step
 using Values = float[CHUNK / 2];
 using Operand = u32[CHUNK / 16][4];
 
-// Calls f(index, s, m) for each pair of tokens of this lane: Values x has it at x[index], x[index + 1], Operand x at
-// x[s][m].
+// Calls f(index, step, m) for each pair of tokens of this lane: Values x has it at x[index], x[index + 1], Operand x at
+// x[step][m].
 template <class F> __device__ __forceinline__ void each_two(F f) {
 #pragma unroll
   for (int n = 0; n < CHUNK / 8; ++n)
@@ -193,11 +193,11 @@ template <typename X> __device__ __forceinline__ X* ldmatrix_row(X* panel, int r
 // Load and store the warp's 16 channels of a tile [token, channel].
 __device__ __forceinline__ void load_channels(Operand& x, bf16 (&panel)[CHUNK][64]) {
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], ldmatrix_row(panel[0], 16 * s));
+  for (int step = 0; step < CHUNK / 16; ++step) ldmatrix_x4_trans(x[step], ldmatrix_row(panel[0], 16 * step));
 }
 __device__ __forceinline__ void store_channels(bf16 (&panel)[CHUNK][64], const Operand& x) {
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(ldmatrix_row(panel[0], 16 * s), x[s]);
+  for (int step = 0; step < CHUNK / 16; ++step) stmatrix_x4_trans(ldmatrix_row(panel[0], 16 * step), x[step]);
 }
 
 // Calls f(index, number) for this lane's numbers of a float32 tile [token, channel], whose 64 channels are two panels:
@@ -207,8 +207,8 @@ template <class F> __device__ __forceinline__ void each_float(float (*panels)[CH
   each_two([&](int index, int, int) {
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      const int c = 16 * (warp % 2) + g + 8 * (index / 2 % 2), token = 2 * t + p;
-      f(index + p, swizzled(panels[warp / 2][index / 4 * 8], token, c / 4)[c % 4]);
+      const int channel = 16 * (warp % 2) + g + 8 * (index / 2 % 2), token = 2 * t + p;  // channel: of 32, a panel's
+      f(index + p, swizzled(panels[warp / 2][index / 4 * 8], token, channel / 4)[channel % 4]);
     }
   });
 }
@@ -217,14 +217,14 @@ template <class F> __device__ __forceinline__ void each_float(float (*panels)[CH
 __device__ __forceinline__ void load_values(Values& x, bf16 (*panels)[CHUNK][64]) {
   Operand packed;
   load_channels(packed, *panels);
-  each_two([&](int index, int s, int m) { x[index] = low(packed[s][m]), x[index + 1] = high(packed[s][m]); });
+  each_two([&](int index, int step, int m) { x[index] = low(packed[step][m]), x[index + 1] = high(packed[step][m]); });
 }
 __device__ __forceinline__ void load_values(Values& x, float (*panels)[CHUNK][32]) {
   each_float(panels, [&](int index, float& value) { x[index] = value; });
 }
 __device__ __forceinline__ void store_values(bf16 (*panels)[CHUNK][64], const Values& x) {
   Operand packed;
-  each_two([&](int index, int s, int m) { packed[s][m] = pack<bf16>(x[index], x[index + 1]); });
+  each_two([&](int index, int step, int m) { packed[step][m] = pack<bf16>(x[index], x[index + 1]); });
   store_channels(*panels, packed);
 }
 __device__ __forceinline__ void store_values(float (*panels)[CHUNK][32], const Values& x) {
@@ -284,10 +284,10 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
 // S <- diag(decays) S, and starts the product x[channel, token] = S tokens^T with the new S, or, READ_FIRST, with the S
 // before the decay; `tokens` is a tile. decays: of this lane's two channels, g and g + 8. EXACT: S is multiplied as the
 // sum of two bfloat16 numbers, and f(n, rounded, remainders) is called for the n-th 16 columns, so that the caller can
-// keep or store them; otherwise S is rounded to one bfloat16 number, and f is not called. The
-// product is made in parts of PART times 16 columns, two parts under way at a time, so that registers hold the bfloat16
-// numbers of two parts only. When the function returns, the last parts are still under way: the caller must call
-// wgmma_wait before it reads x or overwrites `tokens`.
+// keep or store them; otherwise S is rounded to one bfloat16 number, and f is not called. The product is made in parts
+// of PART times 16 columns, two parts under way at a time, so that registers hold the bfloat16 numbers of two parts
+// only. When the function returns, the last parts are still under way: the caller must call wgmma_wait before it reads
+// x or overwrites `tokens`.
 constexpr bool READ_FIRST = true;
 template <int BV, bool READ_FIRST = false, int PART = 2, bool EXACT = true, class F>
 __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const float (&decays)[2],
@@ -342,7 +342,8 @@ template <int BV>
 __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x, bf16 (&tokens)[BV / 64][CHUNK][64]) {
   const u64 b = mn_major_tile(tokens, CHUNK * 128);
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) wgmma<bf16, BV, MN_MAJOR>(S, x[s], b + s * 16 * 128 / 16, ACCUMULATE);
+  for (int step = 0; step < CHUNK / 16; ++step)
+    wgmma<bf16, BV, MN_MAJOR>(S, x[step], b + step * 16 * 128 / 16, ACCUMULATE);
 }
 
 // Starts y[channel, i] = sum_j x[channel, j] pairs[i, j], or +=, if `accumulate`; the caller fences, commits and waits,
@@ -355,8 +356,9 @@ __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16
   static_assert(!REMAINDERS || CHUNK == 32);
   const u64 b = k_major_tile(pairs) + (REMAINDERS ? 64 / 16 : 0);
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s)
-    wgmma<bf16, CHUNK, BY_KEY ? MN_MAJOR : K_MAJOR>(y, x[s], b + s * (BY_KEY ? 16 * 128 : 32) / 16, accumulate || s);
+  for (int step = 0; step < CHUNK / 16; ++step)
+    wgmma<bf16, CHUNK, BY_KEY ? MN_MAJOR : K_MAJOR>(y, x[step], b + step * (BY_KEY ? 16 * 128 : 32) / 16,
+                                                    accumulate || step);
 }
 
 // ---- scalar decays: one gate for all channels of a token ------------------------------------------------------------

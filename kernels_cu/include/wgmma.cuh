@@ -5,15 +5,15 @@
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // The descriptor of a tile in shared memory. The tile's rows have 128 bytes, and eight rows lie side by side in 1024
-// bytes, in which address bits 4-6 are XORed with bits 7-9 (the 128-byte swizzle). Adding bytes / 16 to the descriptor
-// moves the tile by `bytes` bytes.
+// bytes, in which address bits 4-6 are XORed with bits 7-9 (the 128-byte swizzle): so arrays of tiles start on 1024
+// bytes. Adding bytes / 16 to the descriptor moves the tile by `bytes` bytes.
 //   K_MAJOR, B[N][DEPTH]: a row has DEPTH numbers of one n. Each eight rows lie `eight_rows` bytes after the eight
 //   before
 //   MN_MAJOR, B[DEPTH][N]: a row has 64 columns n of one depth. Each 64 columns lie `panel` bytes after the 64 before
 constexpr bool K_MAJOR = false, MN_MAJOR = true;
-__device__ __forceinline__ u64 tile_descriptor(const void* p, u32 leading, u32 eight_rows) {
+__device__ __forceinline__ u64 tile_descriptor(const void* p, u32 panel, u32 eight_rows) {
   const u32 address = u32(__cvta_generic_to_shared(p)) & 0x3ffff;
-  return address >> 4 | u64(leading >> 4) << 16 | u64(eight_rows >> 4) << 32 | 1ull << 62;
+  return address >> 4 | u64(panel >> 4) << 16 | u64(eight_rows >> 4) << 32 | 1ull << 62;
 }
 __device__ __forceinline__ u64 k_major_tile(const void* p, u32 eight_rows = 1024) {
   return tile_descriptor(p, 16 /* is not read */, eight_rows);
@@ -51,7 +51,7 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(u32 (&a)[N]
 // Starts D[64, N] = A[64, DEPTH] B[DEPTH, N], plus D if it accumulates; `b` is the descriptor of the tile B, which is
 // K_MAJOR or MN_MAJOR. DEPTH is 8 in tf32, 16 in bf16 and f16; N is 16, 24, 32, 64, 128 or 256; tf32 is K_MAJOR. Warp w
 // of the warpgroup holds rows 16 w to 16 w + 15 of A and of D. With A and D for these 16 rows, g = lane / 4 and t =
-// lane % 4, a lane has
+// lane % 4, a lane has ([2t,+1]: numbers 2t and 2t + 1; [2t+8,+9]: 2t + 8 and 2t + 9)
 //   tf32:       a = A[g][t], A[g+8][t], A[g][t+4], A[g+8][t+4]
 //   bf16, f16:  a = A[g][2t,+1], A[g+8][2t,+1], A[g][2t+8,+9], A[g+8][2t+8,+9], the first of two in the lower half
 //   d[4n], d[4n+1] = D[g][8n+2t,+1]      d[4n+2], d[4n+3] = D[g+8][8n+2t,+1]
