@@ -25,10 +25,11 @@ from .loop_choice import loops
 from .packing import Scratch, Segment, row_blocks, thread_scratch
 from .scores import LEAST, LIMIT, Gates, blas_ready, decay_vjp, diagonal, gated_scores, gated_scores_vjp, mask_future
 
-SEGMENT_ELEMENTS = 1 << 18  # of each of a segment's arrays: larger ones leave the cache, smaller ones cost more calls
+# Numbers in each of a segment's arrays: larger ones leave the cache, smaller ones cost more calls.
+SEGMENT_ELEMENTS = 1 << 18
 MATERIALIZED_BYTES = 1 << 30  # of all chunks' states: more are kept only if the caller asks for `materialize`
 SCORES_BYTES = 1 << 25  # of all chunks' scores: more are not kept, because computing them again costs less
-TASKS = 4  # per core, in Numba's loops
+TASKS = 4  # per core, for Numba's loops
 LEAST_ROWS, LEAST_TOKENS = 4, 64  # with fewer, NumPy computes: Numba's loops give each core whole rows
 
 
@@ -38,55 +39,57 @@ def run(member, o):
 
 
 def forward(schedule, o, states):
-    """`run` for a schedule; `states` [B, H, NC, K, V] receives every h_c unless it is None."""
-    final = schedule.member.initial_state()
-    blocks = compiled(schedule, o, final, states) if schedule.loops else schedule.blocks
-    if schedule.materialize and blocks is schedule.blocks:  # Numba's loops have computed no row
-        done = materialized(schedule, o, final, states)
+    """`run` for a schedule; `states` [B, H, chunks, K, V] receives every h_c unless it is None."""
+    final, blocks, materialize = schedule.member.initial_state(), schedule.blocks, schedule.materialize
+    if schedule.loops:
+        left = compute_by_loops(schedule, o, final, states)
+        if not left.all():
+            blocks, materialize = [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(left).tolist()], False
+    if materialize:
+        accurate = materialized(schedule, o, final, states)
     else:
-        done = in_parallel(lambda rows: streamed(schedule, rows, o, final, states), blocks, caller=True)
-    if undone := schedule.undone(blocks, done, final):
-        redo(schedule, undone, o, final, states)
+        accurate = in_parallel(lambda rows: streamed(schedule, rows, o, final, states), blocks, caller=True)
+    if inaccurate := schedule.inaccurate(blocks, accurate, final):
+        redo(schedule, inaccurate, o, final, states)
     return final
 
 
-def compiled(schedule, o, final, states):
-    """Computes all rows in Numba's loops; returns the blocks of rows that the loops left to NumPy.
+def compute_by_loops(schedule, o, final, states):
+    """Computes all rows in Numba's loops; returns a mask [B, H] of the rows that they leave to NumPy.
 
-    The loops leave rows whose gates are too strong for products, or whose results are not finite.
+    These are rows whose gates are too strong for products, or whose results are not finite. `final` holds the initial
+    states, and receives the final ones of the other rows.
     """
     member, chunking, (B, H) = schedule.member, schedule.chunking, o.shape[:2]
     begins, ends = (np.array([at.get(c, -1) for c in range(chunking.count)]) for at in (chunking.begins, chunking.ends))
     options = chunking.table, begins, ends, np.float32(LIMIT), np.float32(member.scale), member.exclusive
-    undone_rows = np.ones((B, H), bool)
+    left = np.empty((B, H), bool)
 
     def rowwise(x):
-        """x [B, H, ...] as a contiguous array [B * H, ...] in the computing dtype."""
+        """x [B, H, ...] as [B * H, ...], contiguous and in the computing dtype: a view if x is so, else a copy."""
         return np.require(cast(x, schedule.dtype), None, "CW").reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     def task(rows):
         arrays = [rowwise(x[rows]) for x in (member.q, member.k, member.v, member.g)]
-        u = np.zeros((H, 0)) if member.u is None else member.u
-        u = np.array(np.broadcast_to(u[rows[1]], (*o[rows].shape[:2], u.shape[1])), np.float32)
-        block_final = np.moveaxis(schedule.of_rows(final, rows), 1, 2)
-        o_block = o[rows]
-        o_rows = rowwise(o_block if o_block.dtype == schedule.dtype else np.empty(o_block.shape, schedule.dtype))
-        initial = rowwise(block_final)
-        # `states` is contiguous and of the computing dtype; so are blocks of rows, and `rowwise` returns a view.
-        block_states = np.empty((len(o_rows), 0, 0, 0), np.float32) if states is None else rowwise(states[rows])
-        last_states, undone = initial.copy(), np.empty(undone_rows[rows].shape, bool)
-        schedule.loops.gated_rows(
-            *arrays, rowwise(u), *options, initial, o_rows, last_states, block_states, undone.reshape(-1)
-        )
-        undone_rows[rows] = undone
-        block_final[~undone] = last_states[~undone.reshape(-1)]
-        if not np.may_share_memory(o_rows, o):
-            assign(o_block, o_rows.reshape(o_block.shape))
+        block_o, block_states = o[rows], np.moveaxis(schedule.of_rows(final, rows), 1, 2)
+        block_shape, bonus = block_o.shape[:2], schedule.bonus(rows)
+        if bonus is None:
+            bonus = np.zeros((block_shape[1], 0), schedule.dtype)
+        u = rowwise(np.broadcast_to(bonus, (*block_shape, bonus.shape[-1])))
+        row_o = rowwise(block_o if block_o.dtype == schedule.dtype else np.empty(block_o.shape, schedule.dtype))
+        initial = rowwise(block_states)
+        last = initial.copy()
+        # `states` is contiguous and of the computing dtype, and so are blocks of rows: `rowwise` returns a view.
+        chunk_states = np.empty((len(row_o), 0, 0, 0), schedule.dtype) if states is None else rowwise(states[rows])
+        undone = np.empty(block_shape, bool)
+        schedule.loops.gated_rows(*arrays, u, *options, initial, row_o, last, chunk_states, undone.reshape(-1))
+        left[rows] = undone
+        block_states[~undone] = last[~undone.reshape(-1)]
+        if not np.may_share_memory(row_o, o):
+            assign(block_o, row_o.reshape(block_o.shape))
 
     in_parallel(task, row_blocks(B, H, max(1, B * H // (TASKS * workers()))), caller=True)
-    if undone_rows.all():
-        return schedule.blocks
-    return [np.s_[b : b + 1, h : h + 1] for b, h in np.argwhere(undone_rows).tolist()]
+    return left
 
 
 def mend(member, o, final):
@@ -104,19 +107,21 @@ def redo(schedule, blocks, o, final, states):
 class Schedule:
     """A call of the gated family, divided into blocks of rows and `segments`, [(first chunk, `Segment`)].
 
-    loops : Numba's loops, or None if NumPy computes
+    has_loops : whether Numba has loops for the operator
+    loops : the module of these loops, or None if NumPy computes the call
     materialize : whether every chunk's state is kept, so that segments are computed in parallel
+    least : None, or the gate below which a chunk is `halved` for gradients (scores.py)
     """
 
-    def __init__(self, member, compiled=True):
+    def __init__(self, member, has_loops=True):
         self.member, self.dtype = member, member.problem.compute_dtype
         self.chunking = chunking = Chunking(member.problem)
         B, H, _, self.K = member.k.shape
         self.V = member.v.shape[-1]
-        at_once = max(1, SEGMENT_ELEMENTS // (chunking.size * max(self.K, self.V)))  # chunks times rows
-        rows = max(1, min(B * H, max(B * H // workers(), at_once // max(1, chunking.count)), at_once))
+        most = max(1, SEGMENT_ELEMENTS // (chunking.size * max(self.K, self.V)))  # chunks of all rows of a segment
+        rows = max(1, min(B * H, max(B * H // workers(), most // max(1, chunking.count)), most))  # of a block
         self.blocks = row_blocks(B, H, rows)
-        chunks = max(1, at_once // rows)  # of a segment
+        chunks = max(1, most // rows)  # of a row in a segment
         self.segments = [
             (c, Segment(chunking.table[c : c + chunks], chunking.size)) for c in range(0, chunking.count, chunks)
         ]
@@ -124,9 +129,9 @@ class Schedule:
         if self.materialize is None:  # True if there are fewer blocks of rows than cores, and the states fit
             kept = B * H * chunking.count * self.K * self.V * self.dtype.itemsize
             self.materialize = len(self.blocks) < min(workers(), len(self.segments)) and kept < MATERIALIZED_BYTES
-        self.least = None if member.constant_gate else LEAST  # for gradients, smaller gates halve a chunk (scores.py)
+        self.least = None if member.constant_gate else LEAST
         suited = self.dtype == np.float32 and B * H >= LEAST_ROWS and chunking.count * chunking.size >= LEAST_TOKENS
-        self.loops = loops(member.k.size) if suited and compiled else None
+        self.loops = loops(member.k.size) if suited and has_loops else None
         self.scores = None  # or a dict from `segment_key` to the `Scores` that the forward pass keeps for the pullback
 
     def keep_scores(self):
@@ -154,7 +159,7 @@ class Schedule:
         u = self.member.bonus(rows)
         return None if u is None else u[:, 0, 0]
 
-    def undone(self, blocks, accurate, states):
+    def inaccurate(self, blocks, accurate, states):
         """The blocks of rows to compute token by token: products were not accurate, or a last state is not finite.
 
         accurate : for each block, whether products gave its results accurately
@@ -203,6 +208,7 @@ def materialized(schedule, o, final, states):
     h, decay = schedule.states(o.shape[:2], schedule.chunking.count, Scratch(schedule.dtype))
 
     def part(rows, first, segment):
+        """The arguments of `within_chunks` after the schedule."""
         chunks, after = slice(first, first + segment.count), slice(first, first + segment.count + 1)
         return rows, first, segment, h[rows][:, :, after], decay[rows][:, :, chunks], Scratch(schedule.dtype)
 
@@ -279,10 +285,10 @@ class Scores:
 
 
 def read_out(schedule, rows, segment, scores, h, o, scratch):
-    """o = scale (qg h + A v); returns whether it is accurate. Its scratch memory is that of kg and gates' decays."""
+    """o = scale (qg h + A v); returns whether it is accurate. Overwrites kg and gates' sums in `scratch`."""
     weighted_values = np.matmul(scores.A, scores.v, out=scratch("kg", scores.v.shape))
     in_place = segment.view(o[rows], schedule.dtype)
-    o_part = scratch("b", weighted_values.shape) if in_place is None else in_place
+    o_part = scratch("gate_sums", weighted_values.shape) if in_place is None else in_place
     np.matmul(scores.qg, h[:, :, :-1], out=o_part)
     o_part += weighted_values
     o_part *= schedule.member.scale
@@ -313,10 +319,10 @@ def vjp(member, o):
 
     def pull(do, dstates):
         gradients, final_gradient = Gradients(schedule), dstates.copy()
-        done = in_parallel(lambda rows: backward(schedule, rows, do, states, dstates, gradients), schedule.blocks)
+        accurate = in_parallel(lambda rows: backward(schedule, rows, do, states, dstates, gradients), schedule.blocks)
         in_parallel(
             lambda rows: backward_token_by_token(schedule, rows, do, states, final_gradient, dstates, gradients),
-            schedule.undone(schedule.blocks, done, dstates),
+            schedule.inaccurate(schedule.blocks, accurate, dstates),
         )
         du = None if member.u is None else gradients.du.sum((0, 2))
         return (gradients.dq, gradients.dk, gradients.dv, gradients.dg, du), dstates
@@ -394,7 +400,7 @@ class ChunkProducts:
         scores, do, dh_after, (dq, dk, dv, dg) = self.scores, self.do, dh[:, :, 1:], out
         q, k, v, u, scratch, product = scores.q, scores.k, scores.v, scores.u, self.scratch, self.scratch.product
         np.matmul(scores.A.swapaxes(-1, -2), do, out=dv)
-        dv += product("dkg", scores.kg, dh_after)
+        dv += product("dkg", scores.kg, dh_after)  # in the memory of dkg, which is computed below
         dA = product("dA", do, v.swapaxes(-1, -2))
         diagonal_dA = diagonal(dA).copy()[..., None]  # dA_ii: no gate multiplies A_ii
         mask_future(dA, exclusive=True)
@@ -402,7 +408,7 @@ class ChunkProducts:
         dlog_decay = decay_vjp(scores.decay, h, dh_after)
         gated_scores_vjp(scores.gates, self.exclusive, dA, dqg, dkg, dlog_decay, (dq, dk, dg), scratch)
         for gradient, other in ((dq, k), (dk, q)):
-            weighted = np.multiply(diagonal_dA, other, out=scratch("dqg", other.shape))  # dqg is not needed any more
+            weighted = np.multiply(diagonal_dA, other, out=scratch("dqg", other.shape))  # dqg has been used
             gradient += weighted if u is None else np.multiply(u, weighted, out=weighted)
         if u is None:
             return None

@@ -40,14 +40,14 @@ BLOCK = 8  # the size of blocks of triangular matrices that are inverted row by 
 def run(problem, o):
     """Fills o [B, H, T, V]; returns the final state's parts."""
     member = DeltaArrays(equation_of(problem).of_every_head(problem))
-    return forward(member, Schedule(member, compiled=False), o, None)
+    return forward(member, Schedule(member, has_loops=False), o, None)
 
 
 def vjp(problem, o):
     """Fills o; returns (the final state's parts, pull)."""
     equation = equation_of(problem)
     member = DeltaArrays(equation.of_every_head(problem))
-    schedule = Schedule(member, compiled=False)
+    schedule = Schedule(member, has_loops=False)
     states = np.empty((*o.shape[:2], schedule.chunking.count, schedule.K, schedule.V), schedule.dtype)
     final = forward(member, schedule, o, states)
 
@@ -55,10 +55,10 @@ def vjp(problem, o):
         gradients = [np.empty_like(x, schedule.dtype, shape=x.shape) for x in member.problem.arrays.values()]
         (dstates,) = recurrent.cast_states(dht, problem)
         dfinal = dstates.copy()
-        done = in_parallel(
+        accurate = in_parallel(
             lambda rows: backward(member, schedule, rows, do, states, dstates, gradients), schedule.blocks
         )
-        for rows in schedule.undone(schedule.blocks, done, dstates):
+        for rows in schedule.inaccurate(schedule.blocks, accurate, dstates):
             block_problem, block_dfinal = member.block(schedule, rows, dfinal)
             _, pull_block = recurrent.vjp(block_problem, equation, np.empty_like(o[rows]))
             block_gradients, (initial,) = pull_block(do[rows], block_dfinal)
@@ -120,8 +120,10 @@ class DeltaArrays:
 def forward(member, schedule, o, states):
     """Fills o, and unless it is None `states` with the state before each chunk; returns the final state's parts."""
     final = member.initial_state()
-    done = in_parallel(lambda rows: streamed(member, schedule, rows, o, final, states), schedule.blocks, caller=True)
-    for rows in schedule.undone(schedule.blocks, done, final):
+    accurate = in_parallel(
+        lambda rows: streamed(member, schedule, rows, o, final, states), schedule.blocks, caller=True
+    )
+    for rows in schedule.inaccurate(schedule.blocks, accurate, final):
         block_problem, _ = member.block(schedule, rows, final)
         (last,) = recurrent.run(block_problem, equation_of(block_problem), o[rows])
         member.put_states(schedule, rows, final, last)

@@ -47,7 +47,7 @@ class Gates:
     def __init__(self, g, scratch, least=None):
         self.g = g = blas_ready(g)
         # a gate of -inf gives NaN, which is not weak
-        c = np.matmul(from_middle(g.shape[-2], g.dtype), g, out=scratch("b", g.shape))
+        c = np.matmul(from_middle(g.shape[-2], g.dtype), g, out=scratch("gate_sums", g.shape))
         self.strong, self.halves, self.queries, self.keys = None, None, None, None
         if not is_weak(c, g, least, None).all():
             flat = [x.reshape(*x.shape[:-2], -1) for x in (c, g)]
