@@ -118,8 +118,8 @@ template <int C> struct ThreadChannels {
   }
 
   // Goes on to token t, which has been copied, and returns D_t. first: whether it is the first of its sequence;
-  // in_block: whether it is one of the block's, whose terms are added to dmaa. The current token must be the one before,
-  // unless `first`.
+  // in_block: whether it is one of the block's, whose terms are added to dmaa. The current token must be the one
+  // before, unless `first`.
   template <typename T, int THREADS>
   __device__ __forceinline__ EightFloats next(const Args<T>& args, const Shared<T, THREADS, C>& s, i64 t, bool first,
                                               bool in_block) {
