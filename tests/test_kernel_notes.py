@@ -90,6 +90,8 @@ def test_every_kernel_has_one_row():
 def test_rows(file, planner, test):
     assert planner == launchers(classes()[file])
     assert (ROOT / "tests" / test).is_file()
+    said = re.search(r"^// grid +(.+\.py) launch", (KERNELS / f"{file}.cu").read_text(), re.MULTILINE)
+    assert said is None or said[1].replace(" and ", ", ") == planner
 
 
 @pytest.mark.parametrize("script", ["draw", "draw_kernels"])

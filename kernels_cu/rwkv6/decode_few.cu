@@ -10,10 +10,10 @@
 //           LN(x) of both mixes, x after either mix, and the last layer's x in words of 8 bytes; low [5 A], mixed
 //           [5, D], kvrg [4, D] with silu of the gate, decay_low [W], y [D], activated [F], gate [D]. arrived [grid]:
 //           how many layers a block has computed so far, over all launches
-// grid      as many blocks as multiprocessors, all resident at once unless only one phase is launched. Of a block, 256
-//           threads compute: of a tile of 16 rows of a product, a warp takes every 8th step along K, and a lane
-//           neighbouring numbers of two rows; one warp, the finishing warp, adds the warps' sums; COPIERS warps copy
-//           weights
+// grid      rwkv/cuda_weights.py and rwkv6/cuda_decode.py launch as many blocks as multiprocessors, all resident at
+//           once unless only one phase is launched. Of a block, 256 threads compute: of a tile of 16 rows of a product,
+//           a warp takes every 8th step along K, and a lane neighbouring numbers of two rows; one warp, the finishing
+//           warp, adds the warps' sums; COPIERS warps copy weights
 // smem      Shared; then the staging area: the operands of D numbers, twice if a norm has two mixes; or those of
 //           `staged` numbers at a time if a product has more; or a head's time mix
 // barriers  none of the grid. A word holds the number of its layer, or its parity: a reader loads it again until the

@@ -10,9 +10,9 @@
 //           or null; R: the largest rank, to which the others are padded; first_v [D], the first layer's values. Words
 //           (rwkv6/decode_few.cu): xx [6, D], low [4, R], vkr [3, D], y [D], activated [F]. arrived [grid]: how many
 //           layers a block has computed so far
-// grid      as many blocks as multiprocessors, all resident at once unless only one phase is launched. Of a block, 256
-//           threads compute; the finishing warp adds the warps' sums of a tile of 16 rows and stores results; COPIERS
-//           warps copy weights
+// grid      rwkv7/cuda_decode.py launches as many blocks as multiprocessors, all resident at once unless only one phase
+//           is launched. Of a block, 256 threads compute; the finishing warp adds the warps' sums of a tile of 16 rows
+//           and stores results; COPIERS warps copy weights
 // smem      Shared; then the staging area: the operands of D numbers and a norm's numbers; or those of `staged` numbers
 //           at a time if a product has more; or a head's time mix
 // barriers  words and mbarriers as in rwkv6/decode_few.cu: a reader loads a word until it carries this layer's number,

@@ -7,7 +7,8 @@
 // shapes    k v w rate_logits share_logits first a b [T, H, N], k, v and w in place, a and b perhaps in that of the
 //           logits; bases [3, H, N] of w, a, v; removal replacement [H, N]. In the first layer the bases of v are -inf:
 //           v stays as it is and is stored in `first`, which the other layers read
-// grid      64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring channels; 256 threads
+// grid      rwkv7/cuda_prefill.py launches 64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring
+//           channels; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once

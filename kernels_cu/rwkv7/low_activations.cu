@@ -2,7 +2,7 @@
 //           and the gate's; the learning rate's and the value's have none.
 // math      low_w = tanh(low_w);  low_g = sigmoid(low_g)
 // shapes    low [4, count] in the order w a g v
-// grid      a thread for 8 elements, the blocks of w before those of g; 256 threads
+// grid      rwkv7/cuda_prefill.py launches a thread for 8 elements, the blocks of w before those of g; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once

@@ -8,8 +8,8 @@
 //           rate, gate, share, which is -1 in the first layer; first [B, H, N], that layer's values, which it writes;
 //           removal replacement bonus weight bias [H, N]; state [pool, H, N, N], the key's channel first, slots [B] or
 //           null; y [TERMS, B, H, N] of type X, the sum of TERMS arrays; N = 64
-// grid      a block for every (sequence, head), sequence slowest; a warp: a lane has four columns of the state and
-//           every second channel
+// grid      rwkv7/cuda_decode.py launches a block for every (sequence, head), sequence slowest; a warp: a lane has four
+//           columns of the state and every second channel
 // smem      Shared, then [ROWS - HELD, 2, N] numbers of type S: the rows of the state that are not in registers
 // barriers  none
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values

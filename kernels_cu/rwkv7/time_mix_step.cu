@@ -6,8 +6,8 @@
 // shapes    v k r and log decays w [B, H, N], openings [3, B, H, N]: rate, gate, share, which is -1 in the first layer;
 //           first [B, H, N], that layer's values, which it writes; removal replacement bonus weight bias [H, N];
 //           state [pool, H, N, N], slots [B] or null; y [TERMS, B, H, N]
-// grid      a block for every (sequence, head), sequence slowest; 256 threads: four columns of the state and every
-//           (1024 / N)-th channel each
+// grid      rwkv7/cuda_decode.py launches a block for every (sequence, head), sequence slowest; 256 threads: four
+//           columns of the state and every (1024 / N)-th channel each
 // smem      Scratch
 // barriers  those of a head (rwkv7/time_mix.cuh)
 // numerics  float32; the state of type S is rounded when it is stored

@@ -5,7 +5,8 @@
 // shapes    q [B, H, Tq, K], do [B, H, Tq, V], k dk [B, H / group, Tk, K], v dv [.., V]; from backward_queries.cu
 //           statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first L = lse / ln 2,
 //           then delta
-// grid      a block for every tile of keys (Work in softmax_work.cuh) of `works`, the longest first; a warp has 16 keys
+// grid      softmax.py launches a block for every tile of keys (Work in softmax_work.cuh) of `works`, the longest
+//           first; a warp has 16 keys
 // smem      Shared: a tile of k and of v, later of dk and dv; two tiles of q, do and statistics: one is multiplied
 //           while the next one is copied
 // barriers  one: the block's work is in shared memory; one for each tile of queries: it has arrived, and all warps have

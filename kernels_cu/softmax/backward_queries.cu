@@ -6,8 +6,8 @@
 // shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V], lse dlse [B, H, Tq],
 //           dlse or null; statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first
 //           L = lse / ln 2, then delta
-// grid      a block for every tile of queries (Work in softmax_work.cuh) of `works`, the longest first; a warp has 32
-//           queries
+// grid      softmax.py launches a block for every tile of queries (Work in softmax_work.cuh) of `works`, the longest
+//           first; a warp has 32 queries
 // smem      Shared: a tile of q, later of dq; a tile of do; a tile of o, later two tiles of k and v: one is multiplied
 //           while the next one is copied
 // barriers  the block's work is in shared memory | q, do and o have arrived | o has been read, and L and delta are in

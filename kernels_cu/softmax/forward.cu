@@ -4,8 +4,8 @@
 //           cap); lse_i = log sum_j e^s_ij;  a head's sink is one more score of every row, without a value.
 //           Code: `scale` and scores are to base 2
 // shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], lse [B, H, Tq] float32 or null
-// grid      a block for every tile of queries in the host's table `works` (Work in softmax_work.cuh), the longest
-//           first; a warp has 16 SIXTEENS queries
+// grid      softmax.py launches a block for every tile of queries in the host's table `works` (Work in
+//           softmax_work.cuh), the longest first; a warp has 16 SIXTEENS queries
 // smem      Shared: a tile of q, later of o; two tiles of k and v: one is multiplied while the next one is copied
 // barriers  one: the block's work is in shared memory; one for each tile of keys: it has arrived, and all warps have
 //           read the previous one

@@ -9,8 +9,8 @@
 //           [B, H, Tq] or null, sinks dsinks [H], statistics as in softmax_work.cuh, but in FloatOrDouble<T> and base
 //           e. Merge: o [parts B, H, Tq, V] and lse [parts B, H, Tq], part by part, to out [B, H, Tq, V] and merged [B,
 //           H, Tq]
-// grid      a block for 4 of the 64 tokens of a tile of `works` and for 128 columns, a warp for each token. Sinks: a
-//           block for each head. Merge: a warp for each query
+// grid      softmax.py launches a block for 4 of the 64 tokens of a tile of `works` and for 128 columns, a warp for
+//           each token. Sinks: a block for each head. Merge: a warp for each query
 // smem      none
 // barriers  none
 // numerics  float32, or float64 for float64; the largest score so far is subtracted

@@ -3,7 +3,8 @@
 //           gradients of o and lse
 // shapes    o do [B, H, Tq, V]; lse dlse [B, H, Tq] float32, dlse or null; statistics [B, H, chunks, 2, 64]
 //           float32: of every 64 queries of a sequence (a chunk) first L, then delta
-// grid      a block for every 64 queries (Work in softmax_work.cuh); four threads compute those of a query
+// grid      softmax.py launches a block for every 64 queries (Work in softmax_work.cuh); four threads compute those of
+//           a query
 // smem      none
 // barriers  none
 // numerics  float32; delta is computed from the rounded o. L, lse to base 2: see logarithm_or_infinity

@@ -2,7 +2,8 @@
 // math      o = scale (qg h_c + A v); qg are the queries decayed from their chunk's start (gated_qk.cu), h_c the state
 //           before chunk c (inter_chunk.cu), A the scores (intra_chunk.cu)
 // shapes    C tokens a chunk. qg [B, H, T, K] and A [B, H, T, C] and h [B, H, NC, K, V] float32, v o [B, H, T, V]
-// grid      a block for every (batch, head, chunk, 64 rows of it, 64 columns of V), batch slowest; a warp has 16 rows
+// grid      stages.py launches a block for every (batch, head, chunk, 64 rows of it, 64 columns of V), batch slowest; a
+//           warp has 16 rows
 // smem      STAGES times 64 x 32 of a left factor, 32 x 64 of a right one
 // barriers  one for every 32 of the inner axis: the tiles have been copied, and the previous ones have been read
 // numerics  products: see copies.cuh. qg, h and A are float32, not rounded before: beside 16-bit v they are rounded to

@@ -3,8 +3,8 @@
 // math      qg_i = q_i exp(b_i)  (RWKV-6: b_{i-1}, and 0 for the chunk's first),   kg_j = k_j exp(e_j);
 //           b_i the sum of log gates from the chunk's start through token i, e_j from after j to its end
 // shapes    q k b e qg kg [B, H, T, K]; q k float32, float16 or bfloat16, b e qg kg float32; or all six float64
-// grid      a block for every (batch, head, chunk), batch slowest; 128 threads: each has a channel, and with K <= 64
-//           every second, fourth, ... group of FLIGHT tokens
+// grid      stages.py launches a block for every (batch, head, chunk), batch slowest; 128 threads: each has a channel,
+//           and with K <= 64 every second, fourth, ... group of FLIGHT tokens
 // smem      none
 // barriers  none
 // numerics  one exp a value; exp(-inf) is 0

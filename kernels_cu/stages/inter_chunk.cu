@@ -2,7 +2,8 @@
 // math      h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c; kg are the keys decayed to their chunk's end (gated_qk.cu), b the
 //           sums of log gates from the chunk's start (chunk_cumsum.cu), b_C that of its last token
 // shapes    kg b [B, H, T, K] float32, v [B, H, T, V], h [B, H, NC, K, V], initial and final [N, H, K, V], all float32
-// grid      a block for every (sequence, head, 64 channels, 64 columns of V), sequence slowest; a warp has 16 channels
+// grid      stages.py launches a block for every (sequence, head, 64 channels, 64 columns of V), sequence slowest; a
+//           warp has 16 channels
 // smem      STAGES times 32 tokens of kg and v, and the gates of a chunk's channels
 // barriers  one every 32 tokens: they have been copied, and the previous ones have been read
 // numerics  the state stays in float32 accumulators; products as in copies.cuh

@@ -7,7 +7,8 @@
 //           between it and the middle. A has no factor `scale`: combine.cu multiplies by it
 // shapes    q k g [B, H, T, K], g log gates, u [H, K], A [B, H, T, C] float32, C tokens a chunk; zero above the
 //           diagonal
-// grid      a block for every (batch, head, chunk, ROWS rows of it), batch slowest; a warp has 16 rows
+// grid      stages.py launches a block for every (batch, head, chunk, ROWS rows of it), batch slowest; a warp has 16
+//           rows
 // smem      Shared
 // barriers  two for every ROWS keys: decayed queries and keys are stored | they have been read. Within its 16 rows a
 //           warp uses __syncwarp

@@ -1,7 +1,7 @@
 // what      The gradient of an activation's input, from the activation's value; it replaces the value's gradient.
 // math      dy <- dy F'(x), as a function of y = F(x): F::slope<T>(y), T being the type in which y was stored
 // shapes    dy y [count]
-// grid      a thread for 8 elements; 256 threads
+// grid      rwkv/cuda_grad.py launches a thread for 8 elements; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once

@@ -6,8 +6,8 @@
 //           c1 = 1 - b1^n, c2 = 1 - b2^n in the n-th step
 // shapes    weights gradient first second [count], of which the first `matrices` numbers are in matrices; copy
 //           [matrices] or null; squares [P], whose sum is the squared norm; schedule [4]: rate, 1 - rate decay, c1, c2
-// grid      any number of blocks, of 512 threads with 4 elements each: a block takes every `blocks`-th run of 2048
-//           elements
+// grid      training_steps.py launches any number of blocks, of 512 threads with 4 elements each: a block takes every
+//           `blocks`-th run of 2048 elements
 // smem      the warps' sums
 // barriers  one: the warps' sums are in shared memory
 // numerics  float32, the copy rounded once

@@ -8,8 +8,8 @@
 // shapes    x y [tokens, D] in the order of `residual_of` (training.cuh); weight bias [D], moments [tokens, 2] for mean
 //           and 1 / deviation; first value [tokens, D]; xx d [tokens, D], with `normed_row` numbers from a token to the
 //           next one, may be null; maa [C, D], mixed [C, tokens, D]; table [V, D], token_ids [tokens / T, T + 1]
-// grid      a block for TOKENS tokens, one after the other, which normalises the token before them as well if there are
-//           mixes; threads of 8 channels each
+// grid      rwkv/cuda_grad.py launches a block for TOKENS tokens, one after the other, which normalises the token
+//           before them as well if there are mixes; threads of 8 channels each
 // smem      the warps' parts of two sums
 // barriers  two a token: the mean, then the variance
 // numerics  float32, xx, d and mixes rounded once; the variance from centred values

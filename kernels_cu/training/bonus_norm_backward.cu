@@ -7,8 +7,9 @@
 //           column_sums.cu adds up; keys_backward.cu makes the gradients of r, key and v from scores
 // shapes    dy o gate r key v do dgate [tokens, H, N]; weight bias bonus [H, N]; scores [tokens, H]: pairs (score,
 //           dscore); parts [runs of tokens, 3, H, N]
-// grid      for every (run of tokens_per_block tokens, head), runs slowest, LANES neighbouring lanes, a lane for eight
-//           neighbouring channels; they take the run's tokens one by one. 128 threads a block
+// grid      rwkv7/cuda_grad.py launches for every (run of tokens_per_block tokens, head), runs slowest, LANES
+//           neighbouring lanes, a lane for eight neighbouring channels; they take the run's tokens one by one. 128
+//           threads a block
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; the variance from centred values; sums always in the same order

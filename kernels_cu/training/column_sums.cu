@@ -2,7 +2,8 @@
 //           share.
 // math      for each of `count` sums, column by column: first = sum_p parts[p];  rest = sum_p parts[p], or += if `add`
 // shapes    parts [P, columns]; first [split] has the first columns, rest the others
-// grid      a block for 32 columns of a sum, those of a sum from first_block on; 1024 threads: 32 rows at a time
+// grid      rwkv/cuda_grad.py launches a block for 32 columns of a sum, those of a sum from first_block on; 1024
+//           threads: 32 rows at a time
 // smem      Shared: a sum for every thread
 // barriers  one: the sums are in shared memory
 // numerics  float32, always in the same order

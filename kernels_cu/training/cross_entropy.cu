@@ -3,7 +3,7 @@
 //           logits_tv <- share (softmax(logits_t)_v - [v = wanted])
 // shapes    share: of a token's loss in the total, 1 / tokens; logits [tokens, V], losses [tokens], token_ids [tokens /
 //           T, T + 1]
-// grid      a warp a token; 256 threads
+// grid      rwkv/cuda_grad.py launches a warp a token; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, the gradient rounded once

@@ -3,7 +3,8 @@
 //           dgate = dy a (s + gate s (1 - s)), da = dy gate s, do = the norm's pullback of da weight
 //           parts = sum_t (da n, da) of the block's tokens: dweight, dbias
 // shapes    dy o gate do dgate [tokens, D], weight bias [D], parts [blocks, 2, D]; heads of N channels
-// grid      a block for every `tokens_per_block` tokens, which it takes one after the other; a thread has 8 channels
+// grid      rwkv/cuda_grad.py launches a block for every `tokens_per_block` tokens, which it takes one after the other;
+//           a thread has 8 channels
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; sums always in the same order

@@ -24,8 +24,8 @@
 //           tokens, H, N], in others an output [tokens, H, N]. dr, dk and icl_logits_gradient may be arrays of inputs.
 //           The other outputs are stored before k, icl_logits, r and the gradients of r, key, a and b are loaded, and
 //           must not be the arrays of these
-// grid      LANES neighbouring lanes for a head: they walk over `tokens_per_block` tokens, each lane with eight
-//           neighbouring channels; 128 threads
+// grid      rwkv7/cuda_grad.py launches LANES neighbouring lanes for a head: they walk over `tokens_per_block` tokens,
+//           each lane with eight neighbouring channels; 128 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; sums always in the same order

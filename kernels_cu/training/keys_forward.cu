@@ -6,7 +6,8 @@
 //           the first layer; removal and replacement are the paper's xi and alpha
 // shapes    k v decay_logits icl_logits value_logits first_v w key mixed_v a b [tokens, H, N]; bases, removal and
 //           replacement [H, N]. The first layer has no first_v, value_logits, value_base and mixed_v: they are null
-// grid      LANES neighbouring lanes a (token, head), eight neighbouring channels each; 128 threads
+// grid      rwkv7/cuda_grad.py launches LANES neighbouring lanes a (token, head), eight neighbouring channels each; 128
+//           threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once

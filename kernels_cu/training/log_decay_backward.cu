@@ -1,7 +1,8 @@
 // what      The gradient of the decay's exponent, and of its base.
 // math      w = -exp(decay + low): dlow = dw w; parts = sum_t dlow of the block's tokens: ddecay
 // shapes    dw w [tokens, D] float32, dlow [tokens, D], parts [blocks, D]
-// grid      a block for every `tokens_per_block` tokens, which it takes one after the other; a thread has 8 channels
+// grid      rwkv/cuda_grad.py launches a block for every `tokens_per_block` tokens, which it takes one after the other;
+//           a thread has 8 channels
 // smem      none
 // barriers  none
 // numerics  float32, dlow rounded once; sums always in the same order

@@ -1,7 +1,7 @@
 // what      The log of the decay from its low-rank product.
 // math      w = -exp(decay + low)
 // shapes    low [count / D, D], decay [D], w [count / D, D] float32
-// grid      a thread for 8 channels of a token; 256 threads
+// grid      rwkv/cuda_grad.py launches a thread for 8 channels of a token; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32

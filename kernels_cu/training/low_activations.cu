@@ -4,7 +4,7 @@
 //           by the y = f(x) that forward has left, f' being 1 - y^2 or y (1 - y); y stays
 // shapes    y dy [tokens, ranks], ranks being the columns of all products' first matrices, side by side; the decay's
 //           are 0 ... decay_end - 1, the gate's gate_begin ... gate_end - 1, behind them. dy null: forward
-// grid      a thread for 8 elements; 256 threads
+// grid      rwkv7/cuda_grad.py launches a thread for 8 elements; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once

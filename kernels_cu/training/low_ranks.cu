@@ -3,7 +3,7 @@
 // math      joint = (down_1 ... down_P) above (maa_1 down_1 ... maa_P down_P), maa_p a factor of every row
 // shapes    down [D, R] for each product, mix [MIXES, D], of which a product has row `mix_row` as its maa; joint [2, D,
 //           the sum of all R]
-// grid      a warp a channel of a product; 256 threads
+// grid      rwkv7/cuda_grad.py launches a warp a channel of a product; 256 threads
 // smem      none
 // barriers  none
 // numerics  maa down rounded once

@@ -4,7 +4,7 @@
 //           columns, ddown = djoint_xx + maa djoint_d; dmaa = sum_R djoint_d down. Mixes of no product get 0
 // shapes    djoint [2, D, the sum of all R]: the half of xx, then that of d; down and ddown [D, R] for each product;
 //           mix and dmix [MIXES, D], a mix's weights in a row: a product's maa is row `mix_row`
-// grid      a warp a channel of a product; 256 threads
+// grid      rwkv7/cuda_grad.py launches a warp a channel of a product; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32; sums always in the same order

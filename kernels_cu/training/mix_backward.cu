@@ -3,7 +3,8 @@
 //           d = xx_{t-1} - xx_t with zero before a sequence's first token
 //           parts_c = sum_t dm_c of the block's tokens, which add up to dmaa_c
 // shapes    dmixed m [5, tokens, D], maa [5, D], xx dxx dd [tokens, D], parts [blocks, 5, D]
-// grid      a block for every `tokens_per_block` tokens, which it takes one after the other; a thread has 8 channels
+// grid      rwkv/cuda_grad.py launches a block for every `tokens_per_block` tokens, which it takes one after the other;
+//           a thread has 8 channels
 // smem      Shared: maa, so that no load of it has to wait for a store
 // barriers  one, without which the compiler would hold maa in registers
 // numerics  float32, rounded once; sums always in the same order

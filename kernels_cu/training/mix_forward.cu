@@ -1,7 +1,7 @@
 // what      The token shift, mixed: the inputs of a mix's products.
 // math      mixed_c = xx + d (maa_c + m_c), d = xx_{t-1} - xx_t with zero before a sequence's first token
 // shapes    xx [tokens, D], maa [C, D], m mixed [C, tokens, D]; m may be null, for zeros
-// grid      a thread for 8 channels of a token and all c; 256 threads
+// grid      rwkv/cuda_grad.py launches a thread for 8 channels of a token and all c; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once

@@ -9,7 +9,8 @@
 // shapes    dxx dd [tokens, D] or null, dmixed [C, tokens, D], maa [C, D], weight bias [D]; x dy dx [tokens, D] in the
 //           order of `residual_of` (training.cuh), moments [tokens, 2]; first value dfirst dvalue [tokens, D]; parts
 //           [blocks, 2 + C, D]
-// grid      a block for every `tokens_per_block` tokens, which it takes one after the other; a thread has 8 channels
+// grid      rwkv/cuda_grad.py launches a block for every `tokens_per_block` tokens, which it takes one after the other;
+//           a thread has 8 channels
 // smem      Shared: the next token's arrays, and x and dy of the current one. A thread copies and reads its 8 channels.
 //           The warps' parts of two sums, of even and odd tokens
 // barriers  one a token: the warps' parts of its sums are in shared memory, where those of two tokens later overwrite

@@ -1,7 +1,7 @@
 // what      The sum of a vector's squares, by blocks.
 // math      parts_p = sum of x^2 of the block's share
 // shapes    x [count], parts [blocks]
-// grid      any number of blocks, which take turns; 512 threads of 8 elements each
+// grid      training_steps.py launches any number of blocks, which take turns; 512 threads of 8 elements each
 // smem      the warps' sums
 // barriers  one: the warps' sums are in shared memory
 // numerics  float32, always in the same order

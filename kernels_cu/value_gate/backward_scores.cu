@@ -9,7 +9,7 @@
 //           padded (width_padded_to_8); scores [B, heads, NC, 64, 64], whose blocks above the diagonal are not written,
 //           diagonal [B, heads, NC, 64], growth [B, heads, NC] float32; scores, starts and ends are bfloat16 if T is,
 //           else float32
-// grid      a block for every (batch, head, chunk)
+// grid      value_gate.py launches a block for every (batch, head, chunk)
 // smem      32 channels at a time: q, k, g, the operands made of them, starts and ends
 // barriers  two for every 32 channels: they have been copied | operands, starts and ends are stored. Then: the diagonal
 //           is stored

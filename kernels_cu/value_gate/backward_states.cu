@@ -11,8 +11,8 @@
 //           T, K], gv, given_v, given_do [B, H, T, V], the caller's arrays; initial, dht (the gradient of the last
 //           state), dh0 (of the initial one) [N, H, K, V] float32. chunk_states: every chunk's S before it, then every
 //           chunk's dS after it, in tiles of 64 x 64 (state_tile_index, backward.cuh)
-// grid      a block for every (direction, sequence, head, tile of 64 channels, tile of 64 columns), directions slowest;
-//           a warp for every 16 channels
+// grid      value_gate.py launches a block for every (direction, sequence, head, tile of 64 channels, tile of 64
+//           columns), directions slowest; a warp for every 16 channels
 // smem      Stage, STAGES times: 32 tokens
 // barriers  one every 32 tokens: they have been copied, and the previous ones have been read
 // numerics  S and dS in float32 accumulators; products as in fragments.cuh. If channel_growth + column_growth of a

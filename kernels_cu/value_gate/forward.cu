@@ -10,7 +10,8 @@
 // schedules (gated/forward_storage.cuh) SinglePass: o and the final state, one launch for all channels. SplitChannels:
 //           the same, by a launch for every BK channels, whose outputs add up in `sums`. SegmentState: a segment's
 //           final state from zero and the logarithms of its decays, without q and o; scan_segments.cu joins segments
-// grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
+// grid      value_gate.py launches a block for every (sequence, head, BV columns of V), sequence slowest; a warp for
+//           every 16 of the columns
 // smem      ValueShared: Shared of gated/forward_storage.cuh, and a chunk of the columns' gates
 // order     of a chunk, with the block's three barriers: decays of spans of 4 tokens are stored, and the chunk has been
 //           copied | operands, the decayed q and k, are stored, and the columns' gates have been copied | scores are

@@ -17,7 +17,8 @@
 //           are segments of whole chunks, P of each sequence. starts [2, segments, HV, K, V]: the states that segments
 //           start from, forwards and backwards in time; here index 1, gradients, is written without OUTPUTS and read
 //           with them
-// grid      a block for every (sequence, value head, BV columns of V), columns fastest, sequence slowest
+// grid      delta_hopper.py launches a block for every (sequence, value head, BV columns of V), columns fastest,
+//           sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their dS transposed in registers, computes Y, dv and dS,
 //           and stores dS. Operands: a warpgroup makes A and M, then B, W and Z. In a last warpgroup warp 0 copies
 //           chunks, warp 1 computes decays, and warps 2 and 3 invert I + diag(beta) M of even and odd chunks. All but

@@ -18,7 +18,7 @@
 //           value heads share a head of q, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: each head's
 //           gradients with respect to q and k, or to the normalized q and k if args.normalized; sum_parts.cu adds them.
 //           With P > 1, sequences in `shape` are segments of whole chunks, P of each sequence
-// grid      a block for every (sequence, value head), sequence slowest
+// grid      delta_hopper.py launches a block for every (sequence, value head), sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, e and S.
 //           Gradients: a warpgroup makes M of chunk n + 2, Z of chunk n + 1, and gradients of chunk n; warps 0 and 1
 //           have the rows of queries, warps 2 and 3 those of keys. In a last warpgroup warp 0 copies chunks, warp 1

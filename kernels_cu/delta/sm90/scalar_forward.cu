@@ -9,7 +9,8 @@
 //           Z_j = beta_j sum_i N_ij L_i k_i.  With the chunk's values v:  o = W S + B v;  S <- E_32 S + Z^T X
 // shapes    q k [B, H, T, K], v o [B, HV, T, V], g beta [B, HV, T] of any strides; states [sequences, HV, K, V]
 //           float32. With P > 1, sequences in `shape` are segments, P of each sequence; starts: join_segments.cu
-// grid      a block for every (sequence, value head, BV columns of V), columns fastest, sequence slowest
+// grid      delta_hopper.py launches a block for every (sequence, value head, BV columns of V), columns fastest,
+//           sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, o and S.
 //           Operands: a warpgroup makes A and M of chunk n + 2, and B, W and Z of chunk n (BK = 128: A and M while the
 //           product for W runs; BK = 64: after it). In a last warpgroup warp 0 copies chunks, warp 1 computes decays,

@@ -11,8 +11,8 @@
 // shapes    k [B, H, T, K], v [B, HV, T, V], g beta [B, HV, T]; segments are sequences in `shape`; initial state
 //           [N, HV, K, V] float32; starts, F, forgets: join_segments.cu. G of a sequence's last segment, and F of its
 //           first and last one, are not needed and not computed
-// grid      a block for every (segment, value head, BV columns of G), columns fastest, segment slowest; then the same
-//           of F. Where segments forget, the last blocks are short
+// grid      delta_hopper.py launches a block for every (segment, value head, BV columns of G), columns fastest, segment
+//           slowest; then the same of F. Where segments forget, the last blocks are short
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X and S.
 //           Operands: a warpgroup makes M of chunk n + 2, and Z of chunk n. In a last warpgroup warp 0 copies chunks,
 //           warp 1 computes decays, and warps 2 and 3 invert I + diag(beta) M of even and odd chunks

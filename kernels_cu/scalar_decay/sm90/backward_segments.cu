@@ -7,9 +7,10 @@
 //           segment in a direction starts with initial or dht [N / P, H, K, V], others from zero. A segment's result is
 //           stored as the state of the next one in its direction, and scan_both_ways.cu joins them; the last one has
 //           none. Below, S is dS in blocks that go backwards
-// grid      a block for every (direction, segment, head, 64 channels), directions slowest. A block has 64 channels
-//           only, because sequences are cut where heads are few: blocks with all channels would then leave half of the
-//           card idle. Its threads: a warpgroup (consumers), and a warp that copies chunks and computes their decays
+// grid      segments.py launches a block for every (direction, segment, head, 64 channels), directions slowest. A block
+//           has 64 channels only, because sequences are cut where heads are few: blocks with all channels would then
+//           leave half of the card idle. Its threads: a warpgroup (consumers), and a warp that copies chunks and
+//           computes their decays
 // smem      Stage: a chunk's tokens
 // barriers  full: the tokens have been copied, and the decays are stored; done: they have been read
 // numerics  products of bfloat16 numbers, summed in float32; a decayed key or query is the sum of two bfloat16 numbers

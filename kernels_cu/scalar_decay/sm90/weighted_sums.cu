@@ -15,10 +15,11 @@
 //           float32; token_sums [B, H, tiles, T] float32: q_i . dq_i, over each tile of BV columns of dq; dg
 //           contiguous: [B, H, T] of g's type if dk has one tile, else [B, H, T, tiles] float32, from each block the
 //           part of its BV columns of dk, for the host to add
-// grid      a block for every (sequence, head, BV columns of V, WeightedSum), sequence slowest: a warpgroup for every
-//           64 columns, which holds their state transposed in registers; a warpgroup that computes A; a warp that moves
-//           chunks, one that sums gates, one that sums dg. GatedKeys with BK = BV = 128: the blocks of dk and dv form a
-//           cluster and load their chunks at about the same time, so that the second one finds them in L2
+// grid      scalar_decay.py and segments.py launch a block for every (sequence, head, BV columns of V, WeightedSum),
+//           sequence slowest: a warpgroup for every 64 columns, which holds their state transposed in registers; a
+//           warpgroup that computes A; a warp that moves chunks, one that sums gates, one that sums dg. GatedKeys with
+//           BK = BV = 128: the blocks of dk and dv form a cluster and load their chunks at about the same time, so that
+//           the second one finds them in L2
 // passes    Pass          SUMS  constants that are true                        results
 //           Whole         1     HAS_OUTPUTS, SPLITS_STATE                      o, final states
 //           Summary       1     none                                           final states, decays

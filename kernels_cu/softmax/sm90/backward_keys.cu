@@ -8,8 +8,8 @@
 // shapes    k dk [B, H / group, Tk, K], v dv [.., V], q [B, H, Tq, K], do [B, H, Tq, V]; statistics [B, H, chunks, 2,
 //           64] float32: of every 64 queries of a sequence (a chunk) first L = lse / ln 2, then delta; ds: DsEntry
 //           (softmax_sm90.cuh), for query_gradient.cu; null if backward_queries.cu computes dq
-// grid      as many blocks as multiprocessors; a block computes the key tiles (Work in softmax_work.cuh) of its column
-//           of `works`, in turn. A warpgroup has 64 keys
+// grid      softmax.py launches as many blocks as multiprocessors; a block computes the key tiles (Work in
+//           softmax_work.cuh) of its column of `works`, in turn. A warpgroup has 64 keys
 // smem      Shared: two tiles of k and v, later of dk and dv; a ring of tiles of q, do and statistics
 // barriers  full: k and v have arrived; empty: the copy engine has read dk and dv, which overwrote them; q_full: q and
 //           statistics have arrived; do_full: do has; q_empty, do_empty: they have been read. Named: ZERO_ROWS_BARRIER

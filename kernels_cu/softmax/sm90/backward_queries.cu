@@ -8,8 +8,9 @@
 // shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V]; lse dlse [B, H, Tq] float32,
 //           dlse or null; statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first
 //           L = lse / ln 2, then delta
-// grid      as many blocks as multiprocessors; a block computes the query tiles (Work in softmax_work.cuh) of its
-//           column of `works`, in turn. A warpgroup has 64 queries, and holds their q and do in registers
+// grid      softmax.py launches as many blocks as multiprocessors; a block computes the query tiles (Work in
+//           softmax_work.cuh) of its column of `works`, in turn. A warpgroup has 64 queries, and holds their q and do
+//           in registers
 // smem      Shared: a tile of q, of do, and of o, later of dq; rings of k and v tiles of 64 keys
 // barriers  full: q, do and o have arrived; empty: q and do are in registers; o_empty: o has been read, or dq that
 //           overwrote it has been stored; k_full, v_full: a tile has arrived; k_empty, v_empty: it has been read.

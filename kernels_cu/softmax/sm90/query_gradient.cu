@@ -4,8 +4,8 @@
 //           backward_keys.cu stores it. A query sees the keys from `left` tokens before its own position to `right`
 //           tokens after it
 // shapes    dq [B, H, Tq, K], k [B, H / group, Tk, K]; ds: see DsEntry (softmax_sm90.cuh)
-// grid      as many blocks as multiprocessors; a block computes the query tiles (Work in softmax_work.cuh) of its
-//           column of `works`, in turn. A warpgroup has two blocks of 64 queries
+// grid      softmax.py launches as many blocks as multiprocessors; a block computes the query tiles (Work in
+//           softmax_work.cuh) of its column of `works`, in turn. A warpgroup has two blocks of 64 queries
 // smem      Shared: a ring of tiles of k and ds of 64 keys; a tile of dq
 // barriers  work_full: a query tile's Work has been written; work_empty: it has been read; full: k and ds have arrived;
 //           empty: they have been read. Named: ZERO_ROWS_BARRIER in zero_rows: zeros are written
