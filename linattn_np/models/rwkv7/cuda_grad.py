@@ -26,13 +26,14 @@ from ..rwkv.grad import vjp_from_start
 from ..rwkv.version import GROUP_NORM_EPS, unit_of_squares
 from .names import VERSION
 
-MOST_IN_A_HEAD = 8 * kernels.OfHeads.WIDTHS[-1]  # a lane has eight channels
-# Products of low rank, and which of the six mixes w a g k v r each takes. icl: the in-context learning rate
+MOST_CHANNELS = 8 * kernels.OfHeads.WIDTHS[-1]  # of a head: a lane has eight
+# A product of low rank is activation(mix down) up, with two matrices. Its place is that of its mix among the six mixes
+# w a g k v r. icl: the in-context learning rate
 LOW_RANKS = {"decay": 0, "icl": 1, "gate": 2, "value": 4}
-# The first of the mixes k v r, which are computed as arrays, `mixed`. Those that products of low rank take are not:
-# their weights are part of `TimeMix.joint`, by which xx and d are multiplied.
-PLAIN = 3
-GATE = ("gate",)  # a group of one product
+# The place of the first of the mixes k v r, which are computed as arrays, `mixed`. Those that products of low rank take
+# are not: their weights are part of `TimeMix.joint`, by which xx and d are multiplied.
+FIRST_OF_KVR = 3
+GATE = ("gate",)  # a group, see `TimeMix`
 
 
 class TimeMix(Mix):
@@ -41,12 +42,13 @@ class TimeMix(Mix):
     mixed : the mixes k v r [3, tokens, D]
     k, v, r : their products with the matrix `kvr`
     normed : xx and d of each token [tokens, 2 D]
-    joint : the first matrices of all products of low rank, side by side, for xx and for d [2, D, ranks]
-    low : the products with `joint` [tokens, ranks], after their activation
+    joint : the matrices `down` of all products of low rank, side by side, for xx and for d [2, D, all_ranks]
+    low : the products with `joint` [tokens, all_ranks], after their activation
     columns : by the names of LOW_RANKS, (first, end) of their columns in `low` and `joint`
-    groups : tuples of these names whose second products are computed together, as stacks
-    high : by the names of LOW_RANKS, results of the second matrix. Those of "decay", "icl" and "value" are the kernels'
-        `*_logits`, of which a sigmoid is taken; the first layer has no "value"
+    groups : tuples of one or two of these names. A group's products with `up` are one product: of arrays, or of stacks
+        [2, ...] for two names
+    high : by the names of LOW_RANKS, results of `up`. Those of "decay", "icl" and "value" are the kernels' `*_logits`,
+        of which a sigmoid is taken; the first layer has no "value"
     key, mixed_v : the recurrence's key and value, made of k and v
     gated : the input of the output matrix
     """
@@ -56,12 +58,12 @@ class TimeMix(Mix):
     def __init__(self, step, layer):
         super().__init__(step, layer)
         self.H, self.N = layer.bonus.shape
-        if self.N % 2 or self.N > MOST_IN_A_HEAD:
-            wanted = f"expected an even number up to {MOST_IN_A_HEAD} for training on cuda"
+        if self.N % 2 or self.N > MOST_CHANNELS:
+            wanted = f"expected an even number up to {MOST_CHANNELS} for training on cuda"
             VERSION.refuse(f"head size is {self.N}, {wanted}")
         ranks = {name: getattr(layer, f"{name}_down").shape[1] for name in LOW_RANKS if hasattr(layer, f"{name}_down")}
         ends = list(accumulate(ranks.values()))
-        self.columns, self.ranks = dict(zip(ranks, zip([0, *ends], ends))), ends[-1]
+        self.columns, self.all_ranks = dict(zip(ranks, zip([0, *ends], ends))), ends[-1]
         # a single product of a small rank leaves multiprocessors idle; those of published models are equal
         equal = layer.decay_down.shape == layer.icl_down.shape
         self.groups = [("decay", "icl")] if equal else [("decay",), ("icl",)]
@@ -69,7 +71,7 @@ class TimeMix(Mix):
 
     @property
     def maa(self):
-        return self.layer.mix[PLAIN:]
+        return self.layer.mix[FIRST_OF_KVR:]
 
     def forward(self, mixed, normed, previous_xx, site):
         step, layer = self.step, self.layer
@@ -78,11 +80,10 @@ class TimeMix(Mix):
         if step.first_v is None:
             step.first_v = self.v
         self.joint, self.high = self.joint_matrix(), {}
-        self.low = step.product(self.normed, self.joint.reshape(-1, self.ranks))
+        self.low = step.product(self.normed, self.joint.reshape(-1, self.all_ranks))
         self.activate(self.low)
         for group in self.groups:
-            high = step.product(self.columns_of(group, self.low), self.matrices(layer, group))
-            self.high |= zip(group, high if group[1:] else [high])
+            self.high |= named(group, step.product(self.columns_of(group, self.low), self.up_of(group, layer)))
         w, self.key, self.mixed_v, a, b = self.recurrence_arguments()
         heads = -1, step.context, self.H, self.N
         arrays = (x.reshape(heads) for x in (self.r, w, self.key, self.mixed_v, a, b))
@@ -98,69 +99,64 @@ class TimeMix(Mix):
         do, dgate, scores = self.gated_norm_backward(dgated, grads)
         pulled = self.pull_recurrence(do.reshape(-1, step.context, self.H, self.N), grads)
         pulled = [gradient.reshape(step.tokens, step.D) for gradient in pulled]
-        dhigh = {GATE: dgate}
+        dhigh = {GATE: dgate}  # the gradients of `high`, by group
         for group in self.groups:
             if group != GATE:
-                dhigh[group] = step.empty(*[2] * (len(group) - 1), *dgate.shape)
+                dhigh[group] = step.empty(*((2,) if group[1:] else ()), *dgate.shape)
         dkvr = self.recurrence_arguments_backward(dgated, scores, pulled, dhigh, grads)
         dmixed = step.product_backward(dkvr, self.mixed, layer.kvr, grads.kvr)
         dlow = step.empty(*self.low.shape)
         for group in self.groups:
-            w, dw = self.matrices(layer, group), self.matrices(grads, group)
-            step.product_backward(
-                dhigh[group], self.columns_of(group, self.low), w, dw, out=self.columns_of(group, dlow)
-            )
+            x, dx = self.columns_of(group, self.low), self.columns_of(group, dlow)
+            step.product_backward(dhigh[group], x, self.up_of(group, layer), self.up_of(group, grads), out=dx)
         self.activate(self.low, dlow)
         djoint = step.empty(*self.joint.shape, dtype=FLOAT32)
-        step.products.matmul(transposed(self.normed), dlow, djoint.reshape(-1, self.ranks))
+        step.products.matmul(transposed(self.normed), dlow, djoint.reshape(-1, self.all_ranks))
         self.joint_matrix_backward(djoint, grads)
-        both = step.device.view(dlow, (2, *dlow.shape), (0, *dlow.strides), dlow.dtype, 0)
-        dxx, dd = step.product(both, transposed(self.joint))
+        dlow_twice = step.device.view(dlow, (2, *dlow.shape), (0, *dlow.strides), dlow.dtype, 0)
+        dxx, dd = step.product(dlow_twice, transposed(self.joint))
         # adds: joint_matrix_backward has written terms of the gradient of all mixes' weights; others are added to them.
-        return InputGradients(dxx, dd, dmixed, self.maa, grads.mix[PLAIN:], self.previous_xx, adds=True)
+        return InputGradients(dxx, dd, dmixed, self.maa, grads.mix[FIRST_OF_KVR:], self.previous_xx, adds=True)
 
     def columns_of(self, group, low):
         """The columns of a group in `low`, or in an array of its shape: of one product, or a stack of two."""
-        (first, end), *others = (self.columns[name] for name in group)
-        if not others:
-            return low[:, first:end]
-        row, number = low.strides
-        return self.step.device.view(
-            low, (2, len(low), end - first), ((others[0][0] - first) * number, row, number), low.dtype, first * number
-        )
+        parts = [low[:, slice(*self.columns[name])] for name in group]
+        return self.stack_of_two(*parts) if parts[1:] else parts[0]
 
-    def matrices(self, weights, group):
-        """The second matrices of a group in `weights`, a layer or its gradients: one, or a view of two, which lie in
-        one vector."""
-        w, *others = (getattr(weights, f"{name}_up") for name in group)
-        if not others:
-            return w
+    def up_of(self, group, weights):
+        """The matrices `up` of a group in `weights`, a layer or its gradients: one, or a stack of two."""
+        matrices = [getattr(weights, f"{name}_up") for name in group]
+        return self.stack_of_two(*matrices) if matrices[1:] else matrices[0]
+
+    def stack_of_two(self, x, y):
+        """A view [2, ...] of two arrays in one allocation, such as two columns or two weights of a `Layout.tree`."""
+        assert (x.shape, x.strides, x.dtype) == (y.shape, y.strides, y.dtype)
         device = self.step.device
-        distance = device.pointer(others[0]) - device.pointer(w)
-        return device.view(w, (2, *w.shape), (distance, *w.strides), w.dtype, 0)
+        distance = device.pointer(y) - device.pointer(x)
+        return device.view(x, (2, *x.shape), (distance, *x.strides), x.dtype, 0)
 
     # -- launches --
     def low_ranks(self, grads=None):
         """The argument `kernels.LowRanks.LOW_RANK`: a struct for each product; of no rank where the layer lacks it."""
-        found = []
+        structs = []
         for name, mix_row in LOW_RANKS.items():
             first, end = self.columns.get(name, (0, 0))
             down, ddown = (
                 kernels.address(self.step.device, getattr(of, f"{name}_down", None)) for of in (self.layer, grads)
             )
-            found.append({"down": down, "ddown": ddown, "R": end - first, "mix_row": mix_row})
-        return found
+            structs.append({"down": down, "ddown": ddown, "R": end - first, "mix_row": mix_row})
+        return structs
 
     def joint_matrix(self):
-        """[2, D, ranks]: the first matrices of all products of low rank side by side, and the same times their mixes'
-        weights."""
+        """`joint`: the matrices `down` of all products of low rank side by side, and the same times their mixes'
+        weights: xx joint[0] + d joint[1] has the products of the mixes."""
         step, kernel = self.step, kernels.LowRanks(self.step.dtype)
-        joint, blocks = step.empty(2, step.D, self.ranks), ceil_div(step.D, kernel.CHANNELS)
+        joint, blocks = step.empty(2, step.D, self.all_ranks), ceil_div(step.D, kernel.CHANNELS)
         step.run_kernel(kernel, blocks, products=self.low_ranks(), mix=self.layer.mix, joint=joint)
         return joint
 
     def joint_matrix_backward(self, djoint, grads):
-        """Writes the gradients of the first matrices of low rank, and those of all mixes' weights through them."""
+        """Writes the gradients of the matrices `down`, and those of all mixes' weights through them."""
         step, kernel = self.step, kernels.LowRanksBackward(self.step.dtype)
         step.run_kernel(
             kernel,
@@ -172,14 +168,15 @@ class TimeMix(Mix):
         )
 
     def activate(self, y, dy=None):
-        """Applies the activations between the two matrices of low rank to `y`, in place; or their pullback to `dy`."""
+        """Applies the activations of all products of low rank to `y` [tokens, all_ranks], in place; or to `dy` their
+        pullback, for which `y` has their results."""
         kernel, (begin, end) = kernels.LowRankActivations(self.step.dtype), self.columns["gate"]
         self.step.run_kernel(
             kernel,
             self.step.blocks_for(kernel, y.size),
             y=y,
             dy=dy,
-            ranks=self.ranks,
+            ranks=self.all_ranks,
             decay_end=self.columns["decay"][1],
             gate_begin=begin,
             gate_end=end,
@@ -195,20 +192,20 @@ class TimeMix(Mix):
         return w, key, self.v if mixed_v is None else mixed_v, a, b
 
     def recurrence_arguments_backward(self, dgated, scores, pulled, dhigh, grads):
-        """The gradients of k, v and r [3, tokens, D]; those of `high`, but for the gate's, are written to `dhigh`.
+        """The gradients of k, v and r [3, tokens, D]; those of `high` are written to `dhigh`, but for the gate's.
 
         dgated, scores : what `gated_norm_backward` takes and returns, for the gradients through the bonus
         pulled : the gradients of r, w, key, mixed_v, a and b through the recurrence
-        dhigh : by group, an array, or a stack of two
+        dhigh : {group: its array, or stack of two}; that of "gate" is not used
         """
         step, kernel = self.step, kernels.KeysBackward.fitting(self.step.dtype, self.N)
         summed = [name for name in kernel.PARAMETERS if hasattr(grads, name)]  # the first layer has no "value"
         parts, (dr, dw, dkey, dmixed_v, da, db) = step.partial_sums(kernel, len(summed), self.H), pulled
         dkvr = step.empty(3, *dmixed_v.shape)
-        by_name = dict.fromkeys(("decay", "icl", "value"))
+        by_name = dict.fromkeys(("decay", "icl", "value"))  # the first layer's "value" stays None
         for group, gradient in dhigh.items():
-            by_name |= zip(group, gradient if group[1:] else [gradient])
-        del by_name["gate"]
+            if group != GATE:
+                by_name |= named(group, gradient)
         self.run_kernel(
             kernel,
             kernel.blocks(len(parts) * self.H),
@@ -232,13 +229,15 @@ class TimeMix(Mix):
             **{f"{name}_logits_gradient": gradient for name, gradient in by_name.items()},
             parts=parts,
         )
-        # the gradients of these parameters are neighbours in one vector, in the order of PARAMETERS: decay's is first
-        out = step.device.view(grads.decay, (len(summed), step.D), (4 * step.D, 4), FLOAT32, 0)
-        step.sum(parts, out)
+        # The gradients of these parameters are neighbours in the vector of `Layout`, in the order of PARAMETERS.
+        first, *others = (step.device.pointer(getattr(grads, name)) for name in summed)
+        assert others == [first + 4 * step.D * n for n in range(1, len(summed))]
+        step.sum(parts, step.device.view(grads.decay, (len(summed), step.D), (4 * step.D, 4), FLOAT32, 0))
         return dkvr
 
     def first_v_gradients(self):
-        """The gradients of the first layer's v: where this layer's is written, or all of them for the first layer."""
+        """The gradients of the first layer's v: the array for this layer's, or all of them for the first layer. It is
+        called once a layer, from the last one to the first: `layers_pulled` counts the calls."""
         step = self.step
         if step.first_v_gradients is None:
             step.first_v_gradients = step.empty(step.later_layers, step.tokens, step.D)
@@ -285,6 +284,11 @@ class TimeMix(Mix):
     def run_kernel(self, kernel, blocks, **args):
         """`TrainingStep.run_kernel`, with the sizes of heads."""
         self.step.run_kernel(kernel, blocks, H=self.H, N=self.N, **args)
+
+
+def named(group, result):
+    """[(name, array)] of a group's result: an array for one name, a stack for two."""
+    return zip(group, result if group[1:] else [result])
 
 
 class ChannelMix(Mix):
