@@ -30,13 +30,13 @@ __device__ __forceinline__ void multiply_transposed(Fragment<M, N>& d, T* a, int
   constexpr int AT_ONCE =
       FEW || M * N > 64 || SINCE_SM100 ? 4 : D / 16;  // more would need more registers than there are
 #pragma unroll AT_ONCE
-  for (int k = 0; k < D / 16; ++k) {
+  for (int step = 0; step < D / 16; ++step) {
     u32 rows[M][4], columns[4];
 #pragma unroll
-    for (int m = 0; m < M; ++m) ldmatrix_x4(rows[m], piece_of<D>(a, row + 16 * m + lane % 16, 2 * k + lane / 16));
+    for (int m = 0; m < M; ++m) ldmatrix_x4(rows[m], piece_of<D>(a, row + 16 * m + lane % 16, 2 * step + lane / 16));
 #pragma unroll
     for (int n = 0; n < N / 16; ++n) {
-      ldmatrix_x4(columns, piece_of<D>(b, 16 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+      ldmatrix_x4(columns, piece_of<D>(b, 16 * n + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         mma_m16n8k16(d[m][2 * n], rows[m], {columns[0], columns[1]}, T{});
@@ -52,18 +52,18 @@ template <int D, int M, int N, typename T>
 __device__ __forceinline__ void multiply_rows(Fragment<M, D>& d, const Fragment<M, N>& a, T* b) {
   const int lane = opaque(threadIdx.x & 31);  // so that addresses are computed again, not held in registers
 #pragma unroll
-  for (int k = 0; k < N / 16; ++k) {
+  for (int step = 0; step < N / 16; ++step) {
     u32 rows[M][4], columns[4];
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const float (&x)[4] = a[m][2 * k + r / 2];
+        const float (&x)[4] = a[m][2 * step + r / 2];
         rows[m][r] = pack<T>(x[r % 2 * 2], x[r % 2 * 2 + 1]);
       }
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) {
-      ldmatrix_x4_trans(columns, piece_of<D>(b, 16 * k + lane % 16, 2 * n + lane / 16));
+      ldmatrix_x4_trans(columns, piece_of<D>(b, 16 * step + lane % 16, 2 * n + lane / 16));
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         mma_m16n8k16(d[m][2 * n], rows[m], {columns[0], columns[1]}, T{});
@@ -92,14 +92,16 @@ template <int M, int N, class F> __device__ __forceinline__ void each_value(Frag
   each_two_values<M, N>(a, a, [&](float& x, float&, int m, int half, int column) { f(x, m, half, column); });
 }
 
-// Replaces N products s of a row by weights 2^(score - maximum), and updates the row's maximum and this lane's part of
-// its sum of weights. Four lanes share the row; they agree on the maximum. Returns the factor by which earlier weights,
-// and o, are to be multiplied. scale: |scale| log2 e. half: 0 for the lane's first row, 1 for the row 8 further down.
+// Replaces N products of a row, `scores`, by weights 2^(score - maximum), and updates the row's maximum and this lane's
+// part of its sum of weights. Four lanes share the row; they agree on the maximum. Returns the factor by which earlier
+// weights, and o, are to be multiplied. scale: |scale| log2 e. half: 0 for the lane's first row, 1 for the row 8
+// further down.
 template <int N>
-__device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float scale, RowMaximum& maximum, float& sum) {
+__device__ __forceinline__ float weigh(float (&scores)[N / 8][4], int half, float scale, RowMaximum& maximum,
+                                       float& sum) {
   float largest = minus_infinity();
 #pragma unroll
-  for (int n = 0; n < N / 8; ++n) largest = max(largest, max(s[n][2 * half], s[n][2 * half + 1]));
+  for (int n = 0; n < N / 8; ++n) largest = max(largest, max(scores[n][2 * half], scores[n][2 * half + 1]));
   const float hidden = __uint_as_float(opaque(__float_as_uint(scale)));  // nothing computed from it stays in a register
   const float rescale = maximum.raise(row_max(largest), hidden, 0.f);
   sum *= rescale;
@@ -107,8 +109,8 @@ __device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float sca
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
     for (int x = 2 * half; x < 2 * half + 2; ++x) {
-      s[n][x] = exp2_approx(fmaf(maximum.factor, s[n][x], -maximum.shift));
-      sum += s[n][x];
+      scores[n][x] = exp2_approx(fmaf(maximum.factor, scores[n][x], -maximum.shift));
+      sum += scores[n][x];
     }
   return rescale;
 }

@@ -85,25 +85,25 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
     if (n + 1 < work.tiles * int(args.group)) fetch_queries(n + 1);
     const int stage = n & 1, query = tile_of(n) * QUERIES;
     const float (&L)[QUERIES] = s.statistics[stage][0], (&deltas)[QUERIES] = s.statistics[stage][1];
-    // [the warp's 16 keys, QUERIES queries]. p: q . k, then weights, then gradients of scores; dp: do . v. A lane's
+    // [the warp's 16 keys, QUERIES queries]. scores: q . k, then weights p, then gradients ds; dp: do . v. A lane's
     // values have a row and a column, the query in the tile.
-    Fragment<M, QUERIES> p = {}, dp = {};
-    multiply_transposed<D, 1, QUERIES, CAPPED>(p, s.k, row, s.q[stage]);
+    Fragment<M, QUERIES> scores = {}, dp = {};
+    multiply_transposed<D, 1, QUERIES, CAPPED>(scores, s.k, row, s.q[stage]);
     if (CAPPED) {
       const float tanh_scale = float(args.scale) * inverse(float(args.softcap));
-      each_value<M, QUERIES>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
+      each_value<M, QUERIES>(scores, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
     }
-    each_value<M, QUERIES>(p, [&](float& x, int, int, int column) { x = exp2_approx(fmaf(scale, x, -L[column])); });
+    each_value<M, QUERIES>(scores,
+                           [&](float& x, int, int, int column) { x = exp2_approx(fmaf(scale, x, -L[column])); });
     // `right` and `left` change places: a key is seen by queries up to `right` before it, and `left` after it.
     if (needs_mask<16 * M, QUERIES>(query, diagonal(), int(args.right), int(args.left), work.other_length))
-      mask_rows(p[0], query, diagonal() + lane / 4, int(args.right), int(args.left), work.other_length, 0.f);
-    multiply_rows<D, 1, QUERIES>(dv, p, s.do_[stage]);
+      mask_rows(scores[0], query, diagonal() + lane / 4, int(args.right), int(args.left), work.other_length, 0.f);
+    multiply_rows<D, 1, QUERIES>(dv, scores, s.do_[stage]);
     if (CAPPED)
-      each_value<M, QUERIES>(p, [&](float& x, int, int, int column) { x *= slope_of_cap(x, L[column], scale); });
+      each_value<M, QUERIES>(scores, [&](float& x, int, int, int column) { x *= slope_of_cap(x, L[column], scale); });
     multiply_transposed<D, 1, QUERIES, CAPPED>(dp, s.v, row, s.do_[stage]);
-    // p becomes the gradient of the scores.
-    each_two_values<M, QUERIES>(p, dp, [&](float& x, float d, int, int, int column) { x *= d - deltas[column]; });
-    multiply_rows<D, 1, QUERIES>(dk, p, s.q[stage]);
+    each_two_values<M, QUERIES>(scores, dp, [&](float& x, float d, int, int, int column) { x *= d - deltas[column]; });
+    multiply_rows<D, 1, QUERIES>(dk, scores, s.q[stage]);
   }
   store<D, 1>(dk, [&](int, int) { return float(args.scale); }, s.k, row, args.dk, work, args.K, args.vectors);
   store<D, 1>(dv, [](int, int) { return 1.f; }, s.v, row, args.dv, work, args.V, args.vectors);

@@ -127,25 +127,25 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     if (tile + 1 < end()) fetch_keys(tile + 1, stage ^ 1);
     const int key = tile * KEYS;
     if (key > diagonal() + 31 + int(args.right) || key + KEYS <= diagonal() - int(args.left)) continue;  // unseen
-    // [the warp's 32 queries, KEYS keys]. p: q . k, then weights, then gradients of scores; dp: do . v. A lane's values
+    // [the warp's 32 queries, KEYS keys]. scores: q . k, then weights p, then gradients ds; dp: do . v. A lane's values
     // (each) have row 16 m + 8 half + lane / 4.
-    Fragment<M, KEYS> p = {}, dp = {};
-    multiply_transposed<D, M, KEYS, CAPPED>(p, s.q, row, s.stages[stage].k);
+    Fragment<M, KEYS> scores = {}, dp = {};
+    multiply_transposed<D, M, KEYS, CAPPED>(scores, s.q, row, s.stages[stage].k);
     multiply_transposed<D, M, KEYS, CAPPED>(dp, s.do_, row, s.stages[stage].v);
     if (CAPPED) {
       const float tanh_scale = float(args.scale) * inverse(float(args.softcap));
-      each_value<M, KEYS>(p, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
+      each_value<M, KEYS>(scores, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
     }
-    each_value<M, KEYS>(p, [&](float& x, int m, int half, int) { x = exp2_approx(fmaf(scale, x, -L(m, half))); });
+    each_value<M, KEYS>(scores, [&](float& x, int m, int half, int) { x = exp2_approx(fmaf(scale, x, -L(m, half))); });
     if (needs_mask<16 * M, KEYS>(key, diagonal(), int(args.left), int(args.right), work.other_length))
 #pragma unroll
       for (int m = 0; m < M; ++m)
-        mask_rows(p[m], key, diagonal() + 16 * m + lane / 4, int(args.left), int(args.right), work.other_length, 0.f);
+        mask_rows(scores[m], key, diagonal() + 16 * m + lane / 4, int(args.left), int(args.right), work.other_length,
+                  0.f);
     if (CAPPED)
-      each_value<M, KEYS>(p, [&](float& x, int m, int half, int) { x *= slope_of_cap(x, L(m, half), scale); });
-    // p becomes the gradient of the scores.
-    each_two_values<M, KEYS>(p, dp, [&](float& x, float d, int m, int half, int) { x *= d - delta[m][half]; });
-    multiply_rows<D, M, KEYS>(dq, p, s.stages[stage].k);
+      each_value<M, KEYS>(scores, [&](float& x, int m, int half, int) { x *= slope_of_cap(x, L(m, half), scale); });
+    each_two_values<M, KEYS>(scores, dp, [&](float& x, float d, int m, int half, int) { x *= d - delta[m][half]; });
+    multiply_rows<D, M, KEYS>(dq, scores, s.stages[stage].k);
   }
   store<D, 2>(dq, [&](int, int) { return float(args.scale); }, s.q, row, args.dq, work, args.K, args.vectors);
 }

@@ -3,8 +3,8 @@
 // math      s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j / cap);  p_ij = e^(s_ij - lse_i), lse_i = log sum_j
 //           e^s_ij;  dq_i = scale sum_j p_ij (do_i . v_j - delta_i) k_j, delta_i = do_i . o_i - dlse_i; with a cap each
 //           term times 1 - (s_ij / cap)^2.  o is the forward pass's output, do and dlse are gradients of o and lse.
-//           Code: p and dp hold p_ij and do_i . v_j, ds = p (dp - delta). A query sees the keys from `left` tokens
-//           before its own position to `right` tokens after it
+//           Code: `scores` holds q . k, then p, then ds = p (dp - delta); dp holds do_i . v_j. A query sees the keys
+//           from `left` tokens before its own position to `right` tokens after it
 // shapes    q dq [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o do [B, H, Tq, V]; lse dlse [B, H, Tq] float32,
 //           dlse or null; statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first
 //           L = lse / ln 2, then delta
@@ -118,7 +118,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
 
 // A consuming warpgroup: its 64 rows of each of the block's query tiles. A step is a key tile and its three products:
 //   issued in                         product         waited for in                       then free
-//   issue_scores_and_dp               p = q k^T       the loop, before weigh_scores       -
+//   issue_scores_and_dp               scores = q k^T  the loop, before weigh_scores       -
 //   issue_scores_and_dp               dp = do v^T     the loop, after weigh_scores        v's stage
 //   the loop, in the next step        dq += ds k      wait_for_dq of the next step        k's stage
 // A stage is released (k_empty, v_empty) after the last wait for a product that reads it. After the last key tile of a
@@ -135,7 +135,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   RingPosition<Memory::K_STAGES> k;
   RingPosition<Memory::V_STAGES> v;
   u32 q[D / 16][4], do_[D / 16][4], ds[KEYS / 16][4];
-  float p[KEYS / 2], dp[KEYS / 2], dq[D / 2], L[2], delta[2];
+  float scores[KEYS / 2], dp[KEYS / 2], dq[D / 2], L[2], delta[2];
   u32 parity = 0;              // of `full`; works[parity ^ 1] is the current query tile, works[parity] the one before
   PendingStore stored;         // lane 0: the copy engine may still read this warp's dq, which has overwritten o
   int first_tile, tiles_left;  // the current key tile is first_tile + tiles_left; tiles_left tiles follow it
@@ -187,11 +187,11 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
       --tiles_left;
     }
   };
-  auto issue_scores_and_dp = [&] {  // two products: p = q k^T, dp = do v^T
+  auto issue_scores_and_dp = [&] {  // two products: scores = q k^T, dp = do v^T
     const int valid = length - (first_tile + tiles_left) * KEYS;
     mbarrier_wait(s.k_full[k.stage], k.parity);
     if (valid < KEYS) zero_rows(s.k[k.stage], valid, warpgroup);
-    issue_scores(p, q, s.k[k.stage]);
+    issue_scores(scores, q, s.k[k.stage]);
     mbarrier_wait(s.v_full[v.stage], v.parity);
     if (valid < KEYS) zero_rows(s.v[v.stage], valid, warpgroup);
     issue_scores(dp, do_, s.v[v.stage]);
@@ -199,23 +199,23 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   // Called at the start of a branch of the whole warpgroup: the assembler moves a wait to the start of its basic block,
   // and so before the computation that is to run during the product.
   auto wait_for_dq = [&] { wait_for<0>(dq); };
-  auto weigh_scores = [&] {  // replaces the scores p by weights, times the cap's slope if CAPPED
+  auto weigh_scores = [&] {  // replaces `scores` by weights, times the cap's slope if CAPPED
     if (CAPPED) {
 #pragma unroll
-      for (int n = 0; n < KEYS / 2; ++n) p[n] = tanh_of(tanh_scale * p[n]);
+      for (int n = 0; n < KEYS / 2; ++n) scores[n] = tanh_of(tanh_scale * scores[n]);
     }
 #pragma unroll
-    for (int n = 0; n < KEYS / 2; ++n) p[n] = exp2_approx(fmaf(scale, p[n], -L[n / 2 % 2]));
+    for (int n = 0; n < KEYS / 2; ++n) scores[n] = exp2_approx(fmaf(scale, scores[n], -L[n / 2 % 2]));
     const int key = (first_tile + tiles_left) * KEYS, diagonal = first_diagonal + warpgroup_row;
     if (needs_mask<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
-      mask_rows(p, key, first_diagonal + row, int(args.left), int(args.right), length, 0.f);
+      mask_rows(scores, key, first_diagonal + row, int(args.left), int(args.right), length, 0.f);
     if (CAPPED)
 #pragma unroll
-      for (int n = 0; n < KEYS / 2; ++n) p[n] *= slope_of_cap(p[n], L[n / 2 % 2], scale);
+      for (int n = 0; n < KEYS / 2; ++n) scores[n] *= slope_of_cap(scores[n], L[n / 2 % 2], scale);
   };
-  auto differentiate_scores = [&] {  // replaces p by ds = p (dp - delta)
+  auto differentiate_scores = [&] {  // replaces `scores`, the weights p, by p (dp - delta)
 #pragma unroll
-    for (int n = 0; n < KEYS / 2; ++n) p[n] *= dp[n] - delta[n / 2 % 2];
+    for (int n = 0; n < KEYS / 2; ++n) scores[n] *= dp[n] - delta[n / 2 % 2];
   };
   auto finish_tile = [&](const Work& work) {  // stores dq of a query tile
     const float factor = float(args.scale);
@@ -228,7 +228,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   begin_tile(s.works[1]);
   release(s.o_empty);
   issue_scores_and_dp();
-  wait_for<1>(p);
+  wait_for<1>(scores);
   weigh_scores();
   wait_for<0>(dp);
   release(s.v_empty[v.stage]);
@@ -236,7 +236,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   int previous_stage = k.stage;  // the previous key tile's stage of k: its product with ds is issued next
   k.next();
   differentiate_scores();
-  round_operands<T>(ds, p);
+  round_operands<T>(ds, scores);
   bool accumulates = false;  // dq holds sums of this query tile's earlier key tiles
   // No product runs where the loop jumps back: the assembler would serialise all of them.
   while (true) {
@@ -251,13 +251,13 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     issue_scores_and_dp();
     issue_weighted_sum(dq, ds, s.k[previous_stage], accumulates);
     if (!next_is_new_tile) stored.release(s.o_empty);  // waits for the store while products run
-    wait_for<2>(p);                                    // dp and dq run on
+    wait_for<2>(scores);                               // dp and dq run on
     weigh_scores();
     wait_for<1>(dp);
     release(s.v_empty[v.stage]);
     v.next();
     differentiate_scores();
-    wgmma_fence_operand(p);  // otherwise the compiler moves `differentiate_scores` after the wait
+    wgmma_fence_operand(scores);  // otherwise the compiler moves `differentiate_scores` after the wait
     if (next_is_new_tile) {
       wait_for_dq();
       finish_tile(s.works[parity]);
@@ -266,7 +266,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     previous_stage = k.stage;
     k.next();
     accumulates = !next_is_new_tile;
-    round_operands<T>(ds, p);
+    round_operands<T>(ds, scores);
   }
   issue_weighted_sum(dq, ds, s.k[previous_stage], accumulates);
   wait_for_dq();
