@@ -5,7 +5,7 @@ products of more than eight sequences; on Hopper, but for float32, `BatchProduct
 128) where they are faster. All arrays of a step are allocated in advance, and a step does not synchronise, so that it
 can be captured in a CUDA graph.
 
-Sizes: L layers, D channels, F channels of the channel mix, H heads of N channels, V tokens of the vocabulary. Words:
+Sizes: L layers, D channels, F channels of the channel mix, H heads of N channels, V tokens of the vocabulary. Terms:
 
     product     y = x w^T of a stack w [C, M, K] of C matrices with vectors x [terms, C, B, K]
     X, terms    a vector of a product is the sum of `terms` arrays of dtype X
@@ -142,11 +142,11 @@ class CudaDecoder(NotCopied):
         """Chooses how the products of a step are computed: sets `kernel` and `by_rows`, and returns (terms, X), the
         form of their vectors.
 
-        kernel : the result of `kernel_of_one`, the kernel of all layers; None if each product has a kernel of its own
+        kernel : the result of `kernel_of_all_layers`; None if each product has a kernel of its own
         by_rows : whether `Matvec`, or the kernel of all layers, computes the products, from float32 vectors
         """
         on_hopper = self.device.capability == HOPPER
-        self.kernel = self.kernel_of_one() if self.batch == 1 and on_hopper else None
+        self.kernel = self.kernel_of_all_layers() if self.batch == 1 and on_hopper else None
         few = self.batch <= model_products.Matvec.COLUMNS
         has_batch_product = on_hopper and self.matrices in model_products.BatchProduct.DTYPES
         in_terms = few and not self.kernel and has_batch_product  # `BatchProduct` takes float32 vectors as terms
@@ -173,23 +173,28 @@ class CudaDecoder(NotCopied):
         dtype X."""
         raise NotImplementedError
 
-    def kernel_of_one(self) -> tuple | None:
+    def kernel_of_all_layers(self) -> tuple | None:
         """(the kernel that computes all layers of one sequence in one launch on Hopper, bytes of shared memory for it
         besides its own), or None if there is no such kernel."""
         raise NotImplementedError
 
-    def words(self, **shapes) -> dict:
-        """The arrays of these shapes, and xx, y and `activated`, by which the blocks of the kernel of all layers
-        exchange numbers, by argument. Each number is a word that also holds the epoch in which it was written: the
-        number of layers computed so far, 0 at first. xx: the normed x of both mixes, x after each, and, in 8 bytes a
-        number, x after the last layer. `arrived` has each block's epoch. `likeliest` and `brought`: the most likely
-        token among the blocks that have brought theirs, and how many have."""
+    def word_buffers(self, **shapes) -> dict:
+        """The buffers, by argument, through which the blocks of the kernel of all layers exchange numbers: those of
+        these shapes and those of every version.
+
+        A number is in a *word*, which also holds its epoch: the count of layers when it was written, over all steps, 0
+        at first. A block that wants the number of an epoch loads the word until it is of this epoch.
+
+        xx : the normed x of both mixes, x after each mix, and x after the last layer, whose words have 8 bytes each
+        arrived : each block's epoch
+        likeliest, brought : the most likely token of the blocks that have brought theirs, and how many have
+        """
         shapes |= {"xx": (6, self.sizes["D"]), "y": (self.sizes["D"],), "activated": (self.sizes["F"],)}
+        word = INT64 if self.dtype == FLOAT32 else UINT32  # a word of 4 bytes holds only the epoch's last bit
+        buffers = {name: self.device.zeros(shape, word) for name, shape in shapes.items()}
         blocks = max(self.device.multiprocessors, PHASE_BLOCKS)
-        word = INT64 if self.dtype == FLOAT32 else UINT32  # 4 bytes hold only the epoch's last bit
-        words = {name: self.device.zeros(shape, word) for name, shape in shapes.items()}
-        words |= {name: self.device.zeros((count,), UINT32) for name, count in (("arrived", blocks), ("brought", 1))}
-        return words | {"likeliest": self.device.zeros((1,), INT64)}
+        buffers |= {name: self.device.zeros((count,), UINT32) for name, count in (("arrived", blocks), ("brought", 1))}
+        return buffers | {"likeliest": self.device.zeros((1,), INT64)}
 
     @property
     def logits(self):
@@ -333,7 +338,7 @@ class DecodingStep:
 
     def launch_each_product(self, layers):
         """Adds the steps of all layers and the head, each product by a kernel of its own."""
-        buffers, added = self.buffers, None  # the previous layer's product that the next norm adds to x
+        buffers, added = self.buffers, None  # added: see `time_mix`
         for i in range(layers):
             layer = entries(self.layers, i)
             added = self.time_mix(layer, self.state.att_shift[i], self.state.wkv[i], added)
@@ -349,12 +354,12 @@ class DecodingStep:
         outputs = {f"{name}_out": array for name, array in vars(self.buffers).items()}
         arrays = outputs | vars(self.buffers) | vars(self.layers) | vars(self.state) | vars(self.model)
         arrays |= {"slots": self.slots, "tokens": self.tokens if greedy else None}
-        names = [member.name for member in kernel.arguments if member.kind == "pointer"]
+        pointer_names = [member.name for member in kernel.arguments if member.kind == "pointer"]
         # scales are null if matrices are not int8
-        pointers = {name: arrays.get(name) if name.endswith(SCALES) else arrays[name] for name in names}
-        count = layers * kernel.PHASES + 1  # the head is the last phase
+        pointers = {name: arrays.get(name) if name.endswith(SCALES) else arrays[name] for name in pointer_names}
+        phases = layers * kernel.PHASES + 1  # the head is the last phase
         # cooperative: the device can run all blocks of a launch at the same time
-        for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
+        for first, last in [(0, phases)] if self.device.cooperative else [(n, n + 1) for n in range(phases)]:
             self.draft.launch(
                 kernel,
                 self.device.multiprocessors if self.device.cooperative else PHASE_BLOCKS,
@@ -455,7 +460,7 @@ class DecodingStep:
             shares=shares,
             eps=self.decoder.layer_eps,
         )
-        if parts:
+        if parts:  # the kernel has written the new residual to `sum`
             self.x, self.sum = self.sum, self.x
 
     def matmul(self, weights, *named, early=False):
@@ -494,17 +499,17 @@ class DecodingStep:
 
     def launch_matvec(self, products, K):
         """Adds one launch of the matrix-vector kernel, for all matrices of all products."""
-        entries = [
+        filled = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
             for stack, _, vectors, sums, finish in products
             for w, x, y in zip(stack, vectors[0], sums)
         ]
-        no_entry = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}  # the kernel takes PRODUCTS entries
+        unused = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}  # the kernel takes PRODUCTS structs
         blocks = sum(w.shape[0] * ceil_div(w.shape[1], model_products.Matvec.ROWS) for w, *_ in products)
         self.draft.launch(
             model_products.Matvec.fitting(self.decoder.dtype, blocks, self.decoder.device),
             blocks,
-            products=entries + [no_entry] * (model_products.PRODUCTS - len(entries)),
+            products=filled + [unused] * (model_products.PRODUCTS - len(filled)),
             K=K,
         )
 

@@ -95,13 +95,13 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
     """Decodes RWKV-6 token after token.
 
     In the single launch of all layers, blocks exchange words. Unless the matrices are float32, a word is a number whose
-    last bit is dropped, so that it can say which layer the number is of (see `words`).
+    last bit is dropped, so that it can say which layer the number is of (see `word_buffers`).
     """
 
     version, step_class, operations = VERSION, DecodingStep, MixOperations
     size_limits: ClassVar = {"D": 8192, "N": 256, "W": 512}  # the largest that the kernels take
 
-    def kernel_of_one(self):
+    def kernel_of_all_layers(self):
         """(the kernel that computes all layers in one launch, its bytes of shared memory), or None."""
         return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
 
@@ -130,4 +130,4 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
         if not self.kernel:  # each product has a kernel of its own
             return buffers
         # the kernel of all layers takes these as words, in place of the buffers of the same names
-        return buffers | self.words(low=(5 * A,), mixed=(5, D), kvrg=(4, D), decay_low=(W,), gate=(D,))
+        return buffers | self.word_buffers(low=(5 * A,), mixed=(5, D), kvrg=(4, D), decay_low=(W,), gate=(D,))

@@ -85,7 +85,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
     """Decodes RWKV-7 token after token.
 
     In the single launch of all layers, blocks exchange words. Unless the matrices are float32, a word is a number whose
-    last bit is dropped, so that it can say which layer the number is of (see `words`).
+    last bit is dropped, so that it can say which layer the number is of (see `word_buffers`).
     """
 
     version = replace(VERSION, layer={name: LAYER[name] for name in UNCHANGED} | STACKS)
@@ -103,7 +103,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
         """The rank of the four low-rank products: the largest of the model's, to which the others are padded."""
         return self.all_layers.down.shape[2]  # [L, DOWNS, rank, D]
 
-    def kernel_of_one(self):
+    def kernel_of_all_layers(self):
         """(the kernel that computes all layers in one launch, its bytes of shared memory), or None."""
         return kernels.DecodeOne.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
 
@@ -123,4 +123,4 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
             return buffers
         # the kernel of all layers takes these as words, in place of the buffers of the same names
         rows = kernels.padded(self.rank, kernels.DecodeOne.ROWS)  # whole tiles of a product
-        return buffers | self.words(low=(kernels.DOWNS, rows), vkr=(3, D))
+        return buffers | self.word_buffers(low=(kernels.DOWNS, rows), vkr=(3, D))
