@@ -58,7 +58,7 @@
 //     after both the caller calls wgmma_commit. start_state_update: S += x rows, the same rows; it calls wgmma_commit
 //   decay_state: S times the chunk's decay
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
-//   CHUNK = 32 tokens; first_token(work, 0): of the last chunk. WorkTile::chunk_row: see warpgroup.cuh
+//   CHUNK = 32 tokens; first_token(work, 0): of the last chunk. WorkTile::chunk_row: see chunk_copies.cuh
 //   make_operands, move_chunks: the work of the operands' warpgroup and of the copying warp; move_chunks stores dv,
 //     too, and fences before that
 

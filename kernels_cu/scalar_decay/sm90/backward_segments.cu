@@ -17,7 +17,7 @@
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    sm_90a; bfloat16; K and V multiples of 8, V <= BV; BV of 64, 128; rows start on 16 bytes
 //
-// From warpgroup.cuh
+// From warpgroup.cuh and its includes
 //   WorkTile            what a block computes, here a segment: its `tokens`, its number `sequence`; work_tile makes it
 //                       of the number of segment and head
 //   Operand             a lane's keys of a chunk, [channel, token], two bfloat16 numbers a register: x[s][m], also

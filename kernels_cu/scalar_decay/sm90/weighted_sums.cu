@@ -44,7 +44,7 @@
 // tests     test_family_kernels; test_distributed_halves (Summary); test_compile: no spills, no product that the
 //           assembler serialises, no write to a running product's operand
 //
-// From warpgroup.cuh and wgmma.cuh
+// From warpgroup.cuh and its includes
 //   WorkTile            a block's head and sequence: `sequence`, `batch`, `head`; `start`, `tokens`: of the sequence;
 //                       `sequence_head`: sequence * heads + head
 //   Values o            accumulators of an output: o[4n + 2h + p] is column lane / 4 + 8h of the warp's 16, token 8n +
@@ -75,7 +75,7 @@
 // ---- a warp that moves chunks -------------------------------------------------------------------------------------
 
 // Copies chunks to the stages STAGES iterations ahead, and results back to memory. fetch_chunk and store_chunk
-// (warpgroup.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width, first column, whether results are
+// (chunk_copies.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width, first column, whether results are
 // added to what is there). All lanes arrive at the barrier of fetch_chunk, whose phase ends when the bytes are there;
 // store_chunk returns when the tile may be overwritten.
 template <class Pass, int BK, int BV>
