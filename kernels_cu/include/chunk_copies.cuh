@@ -1,6 +1,6 @@
 // what      For Hopper's kernels in which one warp copies chunks of tokens between memory and shared memory: a block's
 //           work, and these copies. All lanes of the warp call a function that copies. The including kernel defines
-//           CHUNK, the tokens of a chunk, 32 or 64, before it includes this file.
+//           CHUNK, the tokens of a chunk, before it includes this file.
 // limits    sm_90a; tiles start on 1024 bytes, as the swizzle does; rows of all arrays are multiples of 16 bytes
 #include "swizzled.cuh"
 #include "tensor.cuh"
@@ -9,6 +9,8 @@
 //   TensorMap: the driver's description of an array, by which tensor_load and tensor_store copy boxes of it
 //   add_piece: starts adding 16 bytes to memory, in a group that commit_adds closes
 //   swizzled_offset(row, piece): the byte offset of 16 bytes of a row; at_byte_offset: the address there
+
+static_assert(CHUNK == 32 || CHUNK == 64);
 
 // A chunk's rows of an array, D numbers wide, in shared memory: a panel has 128 bytes of every row, in the tensor
 // cores' 128-byte swizzle (swizzled.cuh).
@@ -29,19 +31,20 @@ struct WorkTile {
 // A head has T / CHUNK + count rows for chunks, enough since each sequence may end within a chunk. A sequence's first
 // row is its start / CHUNK, rounded down, plus its number in the batch row: so no two sequences share a row. With P
 // segments for each sequence, `shape.count` counts segments; each but the last of a sequence has whole chunks. Rows are
-// then numbered by whole sequences: a batch row has count / P of them, and its segment n % count is part of sequence
-// n % count / P.
+// then numbered by whole sequences: a batch row has count / P of them, and segment s of the row is part of the row's
+// sequence s / P.
 __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block, u32 P = 1) {
-  const u32 H = u32(shape.H), count = u32(shape.count), n = block / H, h = block % H;
-  const Span span = tokens_of(shape, n % count);
-  return {i32(n),
-          i32(n / count),
-          i32(h),
-          i32(span.start),
-          i32(span.stop - span.start),
-          i32(shape.T),
-          i64(block),
-          (i64(n / count) * H + h) * (shape.T / CHUNK + count / P) + span.start / CHUNK + n % count / P};
+  const u32 H = u32(shape.H), count = u32(shape.count), sequence = block / H, head = block % H;
+  const Span span = tokens_of(shape, sequence % count);
+  return {
+      i32(sequence),
+      i32(sequence / count),
+      i32(head),
+      i32(span.start),
+      i32(span.stop - span.start),
+      i32(shape.T),
+      i64(block),
+      (i64(sequence / count) * H + head) * (shape.T / CHUNK + count / P) + span.start / CHUNK + sequence % count / P};
 }
 
 // The number of columns of one panel of a tile.
@@ -50,19 +53,19 @@ template <typename X, int PANELS> __device__ __forceinline__ constexpr u32 colum
 }
 
 // Calls f(shared, global, inside) for this lane's pieces of 16 bytes of a tile: their address in shared memory, their
-// address in memory (P is its element's type), and whether they lie within the first `rows` rows and `columns` columns.
-// `columns` is a multiple of a piece's numbers. A warp has 4 rows at a time; the piece of the 4th row after has its
-// offset 512 bytes on, with bit 6 flipped by the swizzle. `memory`: the address of the tile's first element; its rows
-// are `stride` elements apart. The loop is not unrolled, which keeps the code short.
-template <typename X, int PANELS, typename P, class F>
-__device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], P* memory, i64 stride, int rows,
+// address in memory (Number: the type of its numbers), and whether they lie within the first `rows` rows and `columns`
+// columns. `columns` is a multiple of a piece's numbers. A warp has 4 rows at a time; the piece of the 4th row after
+// has its offset 512 bytes on, with bit 6 flipped by the swizzle. `memory`: the address of the tile's first element;
+// its rows are `stride` elements apart. The loop is not unrolled, which keeps the code short.
+template <typename X, int PANELS, typename Number, class F>
+__device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], Number* memory, i64 stride, int rows,
                                            int columns, F f) {
   const int lane_row = threadIdx.x >> 3 & 3, piece = threadIdx.x & 7;
 #pragma unroll 1
   for (int panel = 0; panel < PANELS; ++panel) {
     const int column = panel * PANEL<X> + piece * (PANEL<X> / 8), valid_rows = column < columns ? rows : 0;
     int offset = swizzled_offset(lane_row, piece);
-    P* address = memory + lane_row * stride + column;
+    Number* address = memory + lane_row * stride + column;
 #pragma unroll 1
     for (int row = lane_row; row < CHUNK; row += 4, address += 4 * stride, offset = (offset + 4 * 128) ^ 64)
       f(reinterpret_cast<uint4*>(at_byte_offset(tile[panel], offset)), address, row < valid_rows);

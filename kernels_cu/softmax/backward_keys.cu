@@ -42,6 +42,7 @@ template <typename T> struct Args {
 };
 
 template <typename T, int D> struct alignas(128) Shared {
+  static_assert(D == 64 || D == 128);
   T k[KEYS * D];
   T v[KEYS * D];
   T q[2][QUERIES * D];

@@ -47,6 +47,7 @@ template <typename T> struct Args {
 };
 
 template <typename T, int D> struct alignas(128) Shared {
+  static_assert(D == 64 || D == 128);
   T q[QUERIES * D];
   T do_[QUERIES * D];
   union {

@@ -40,6 +40,7 @@ template <typename T> struct Args {
 };
 
 template <typename T, int D, bool CAPPED> struct alignas(128) Shared {
+  static_assert(D == 64 || D == 128);
   static constexpr int QUERIES = 64 * SIXTEENS<D, CAPPED>;
   T q[QUERIES * D];
   T k[2][KEYS * D];

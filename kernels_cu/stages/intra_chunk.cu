@@ -62,6 +62,7 @@ template <typename T> constexpr int WIDTH = 4 / sizeof(T);
 // The block computes its rows of A for ROWS keys at a time: first for the keys of its own tokens, then for those of
 // earlier tokens, the latest first. q and k have a row for each token.
 template <int BK> struct alignas(16) Shared {
+  static_assert(BK == 64 || BK == 128 || BK == 256);
   // Queries: in score_within decayed from the middles of their sub-chunks, then from the sub-chunks' starts; afterwards
   // from the start of their warp's 16 tokens.
   float q[ROWS<BK> * ROW<BK>];

@@ -34,6 +34,7 @@
 // Schedule, Shared (inputs q, k, v of two stages, operands, scores A, decay of channels): gated/forward_storage.cuh.
 template <class Schedule, typename T, typename G, int BK, int BV>
 struct alignas(16) ValueShared : Shared<Schedule, T, G, BK, BV> {
+  static_assert((BK == 64 || BK == 128) && (BV == 64 || BV == 128));
   G value_gates[CHUNK<T> * BV];  // [chunk, BV]
 };
 

@@ -63,7 +63,8 @@ template <typename T, int BK, int BV> struct alignas(1024) Stage {
     // Z[0] overwrites minus_beta_M once this has been inverted; Z[1], if BK = 128, A once B has been computed.
     Panel<T> Z[BK / 64];
   };
-  static_assert(sizeof minus_beta_M == sizeof(Panel<T>) && BK <= 128);
+  static_assert(sizeof minus_beta_M == sizeof(Panel<T>));
+  static_assert((BK == 64 || BK == 128) && (BV == 64 || BV == 128));
   union {
     Panel<T> inverse_to_end;  // inverse_ij times key_end_factors[i] of Gates; [j, i], split: for Z
     Panel<T> B;               // [query, key], split

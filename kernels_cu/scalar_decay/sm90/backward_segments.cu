@@ -50,6 +50,7 @@ template <int BV> struct alignas(1024) Stage {
 
 constexpr int STAGES = 4, CONSUMERS = 128;  // chunks in shared memory at a time; threads of the consumer warpgroup
 template <int BV> struct Shared {
+  static_assert(BV == 64 || BV == 128);
   Stage<BV> stages[STAGES];
   MBarrier full[STAGES], done[STAGES];
 };

@@ -105,6 +105,7 @@ template <int BK, int BV, bool GATE> struct alignas(1024) Stage : Partner<BV, GA
 };
 
 template <class Pass, int BK, int BV> struct Shared {
+  static_assert((BK == 64 || BK == 128) && (BV == 64 || BV == 128));
   static constexpr int STAGES = Pass::SERVES_GATE_GRADIENT ? BK + BV == 128 ? 2 : 3 : BK + BV == 192 ? 4 : 3;
   Stage<BK, BV, Pass::SERVES_GATE_GRADIENT> stages[STAGES];
   Gates gates[STAGES];

@@ -77,6 +77,7 @@ template <typename T> struct Args {
 };
 
 template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
+  static_assert((K == 64 || K == 128 || K == 192) && (V == 64 || V == 128) && V <= K);
   static constexpr int WARPGROUPS = K == 64 && !CAPPED ? 3 : 2, QUERIES = 64 * WARPGROUPS, KEY_STAGES = K == 64 ? 4 : 2;
   static constexpr int KEYS = K > 128 ? 96 : 128, QUERY_STAGES = K > 128 ? 2 : 3;
   Tile<T, K, QUERIES> q[QUERY_STAGES];

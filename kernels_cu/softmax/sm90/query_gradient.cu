@@ -40,6 +40,7 @@ template <typename T> struct Args {
 };
 
 template <typename T, int D> struct alignas(1024) Shared {
+  static_assert(D == 64 || D == 128);
   static constexpr int STAGES = D == 64 ? 4 : 3;
   Tile<T, D, KEYS> k[STAGES];
   ScoreGradients ds[STAGES][BLOCKS];
