@@ -134,7 +134,7 @@ def test_cublas_reads_matrices_and_transposed_ones(rng, monkeypatch):
         None,
         on_device(np.zeros(1)),
     )
-    cublas.stream_of_handle, cublas.lock = None, nullcontext()
+    cublas.of_handle, cublas.multiprocessors, cublas.lock = None, 132, nullcontext()
     monkeypatch.setattr(cublas, "call", call, raising=False)
     a, b = rng.standard_normal((2, 5, 3), dtype=np.float32), rng.standard_normal((2, 3, 4), dtype=np.float32)
     rows_apart = np.concatenate([a, a], axis=2)[:, :, :3]

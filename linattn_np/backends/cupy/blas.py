@@ -18,6 +18,10 @@ DEFAULT_ALGORITHM = -1  # of cublasGemmAlgo_t
 # Bytes of a workspace: what NVIDIA recommends for sm_90, and more than for older cards (4 MiB). It is allocated before
 # products are captured, since cuBLAS would otherwise allocate memory in the graph.
 WORKSPACE = 32 << 20
+# Numbers of a tile of Hopper's. Of a product with more tiles than multiprocessors cuBLAS counts tiles in the workspace,
+# which it clears before: this takes 4 us in a CUDA graph. Without a workspace it has no such count. With fewer tiles it
+# may divide K, for which it takes the workspace.
+TILE = 128 * 256
 UNUSED_HANDLES: defaultdict[int, list] = defaultdict(list)  # device -> cuBLAS handles of deleted `Cublas` objects
 
 
@@ -33,7 +37,8 @@ class Cublas:
         from cupy.cuda import cublas  # noqa: F401  finds the library and loads it
 
         self.current_stream, self.lock = cupy.cuda.get_current_stream, Lock()
-        self.stream_of_handle = None  # the address of the stream on which the handle works
+        self.multiprocessors = cupy.cuda.Device().attributes["MultiProcessorCount"]
+        self.of_handle = None  # (the address of the stream on which the handle works, the bytes of its workspace)
         self.cublas = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
         self.workspace = cupy.empty(WORKSPACE, np.uint8)
         unused = UNUSED_HANDLES[cupy.cuda.runtime.getDevice()]
@@ -62,17 +67,22 @@ class Cublas:
         one, beta = (ctypes.byref(ctypes.c_float(factor)) for factor in (1, add))
         # cuBLAS expects matrices by columns. It reads ours by rows as their transposes: y^T = b^T a^T.
         operands = (one, *operand_b, *operand_a, beta, *operand_y)
-        return partial(self.multiply, self.handle, op_b, op_a, N, M, K, *operands, C, COMPUTE_32F, DEFAULT_ALGORITHM)
+        arguments = self.handle, op_b, op_a, N, M, K, *operands, C, COMPUTE_32F, DEFAULT_ALGORITHM
+        return partial(self.multiply, self.workspace_for(C * M * N), *arguments)
 
-    def multiply(self, *arguments):
-        """Calls cublasGemmStridedBatchedEx on the current stream."""
+    def workspace_for(self, numbers) -> int:
+        """The bytes of the workspace for a product of so many numbers."""
+        return 0 if numbers > self.multiprocessors * TILE else WORKSPACE
+
+    def multiply(self, workspace, *arguments):
+        """Calls cublasGemmStridedBatchedEx on the current stream, with so many bytes of the workspace."""
         stream = self.current_stream().ptr
         with self.lock:  # threads may have streams of their own
-            if stream != self.stream_of_handle:
-                self.call("cublasSetStream_v2", self.handle, ctypes.c_void_p(stream))
-                workspace = ctypes.c_void_p(self.workspace.data.ptr)  # cublasSetStream has reset it
-                self.call("cublasSetWorkspace_v2", self.handle, workspace, ctypes.c_size_t(WORKSPACE))
-                self.stream_of_handle = stream
+            if self.of_handle != (stream, workspace):
+                self.call("cublasSetStream_v2", self.handle, ctypes.c_void_p(stream))  # also resets the workspace
+                address = ctypes.c_void_p(self.workspace.data.ptr)
+                self.call("cublasSetWorkspace_v2", self.handle, address, ctypes.c_size_t(workspace))
+                self.of_handle = stream, workspace
             self.call("cublasGemmStridedBatchedEx", *arguments)
 
     def call(self, name, *arguments):
