@@ -296,6 +296,7 @@ def of_models():
             yield from (replace(kernel, DEEP=deep) for deep in (False, True) if kernel.may_be_deep or not deep)
     for T in HALF:
         yield from model_products.WideProduct.all(T)
+        yield model_products.SquaredProduct(T)
         yield from rwkv6.FiveMixes.all(T)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()

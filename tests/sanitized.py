@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 from reference import DECAYS, draw, draw_states
-from test_decode_kernels import SIZES, SMALL, synthetic
+from test_decode_kernels import SIZES, SMALL, squared_product, synthetic
 from test_delta_on_hopper import call as delta_call
 from test_delta_on_hopper import drawn as delta_tokens
 from test_delta_on_hopper import gradients as delta_gradients
@@ -384,6 +384,13 @@ def decoding(rng, device):
             yield decoder.step(tokens, state, greedy=True)
 
 
+def squares(rng, device):
+    """Five tiles of two clusters, which go around their ring."""
+    for dtype in (BFLOAT16, HALF):
+        x, w = (rng.standard_normal((rows, 328)).astype(dtype) for rows in (130, 1032))
+        yield squared_product(device, x, w)
+
+
 def prompts(rng, as_filled):
     for kind, dtype in product((RWKV6, RWKV7), (SINGLE, BFLOAT16)):
         model = kind(random_weights(kind, rng, BFLOAT16), "cuda", dtype)
@@ -417,6 +424,7 @@ def calls(rng, run, as_older, as_filled, device, filled):
         delta_rules(rng, run, as_older, as_filled),
         delta_rules_on_hopper(rng, filled),
         decoding(rng, device),
+        squares(rng, device),
         prompts(rng, as_filled),
         trainings(rng, as_filled, device),
     )

@@ -282,6 +282,30 @@ def test_products_with_a_wide_batch(hopper, rng, dtype, shape, first, parts, mor
     check_products(hopper, rng, launch, dtype, B, K, ((2, 312), (1, 40)), first, parts, squared=parts == 1)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("T", [130, 512])
+@pytest.mark.parametrize("M", [40, 520])
+@pytest.mark.parametrize("K", [40, 200, 648])
+def test_squares_of_products_with_a_prompt(hopper, rng, dtype, T, M, K):
+    """Several tiles of a cluster, whose ring goes on from tile to tile; clusters with one tile less than others."""
+    x, w = (rng.standard_normal((rows, K)).astype(dtype) for rows in (T, M))
+    y = squared_product(hopper, x, w)
+    wanted = np.maximum(x.astype(float) @ w.astype(float).T, 0) ** 2 / (2048 if dtype == np.float16 else 1)
+    assert relative_error(host(y).astype(float), wanted) <= ml_dtypes.finfo(dtype).eps
+
+
+def squared_product(device, x, w):
+    """relu(x w^T)^2 on the device, by two clusters."""
+    y = device.upload(np.full((len(x), len(w)), np.nan, x.dtype))
+
+    def launch(draft, given, *_):
+        products.SquaredProduct(x.dtype).launch(draft, *given[0][:3], SimpleNamespace(multiprocessors=4))
+
+    run_products(device, launch, [((*map(device.upload, (w, x)), y), None)], *x.shape)
+    return y
+
+
 def check_products(device, rng, launch, dtype, B, K, rows, first, parts, terms=1, squared=True):
     """Two stacks of products (C, M), of which the first ends as told, and the second in a relu squared, or in parts.
     int8 weights meet bfloat16 vectors.

@@ -97,7 +97,8 @@ WGMMA_FORMATS(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), 
 #undef WGMMA
 
 // The same product with both operands in shared memory: `a` is the descriptor of the tile A[64][DEPTH], which is laid
-// out as B[N][DEPTH] is. In bf16 and f16 only; N is 16, 24, 32, 64, 72, 96, 128 or 144, and 64 if B is MN_MAJOR.
+// out as B[N][DEPTH] is. In bf16 and f16 only; N is 16, 24, 32, 64, 72, 96, 128, 144 or 256, and 64 if B is
+// MN_MAJOR.
 template <class Format, int N, bool B_MAJOR>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
@@ -126,6 +127,8 @@ WGMMA_TILES(72, TEN() TEN(1) TEN(2) "%30,%31,%32,%33,%34,%35", "%36", "%37", "%3
 WGMMA_TILES(96, TEN() TEN(1) TEN(2) TEN(3) EIGHT(4), "%48", "%49", "%50", D32(0), D8(32), D8(40))
 WGMMA_TILES(128, SIXTY "%60,%61,%62,%63", "%64", "%65", "%66", D32(0), D32(32))
 WGMMA_TILES(144, SIXTY TEN(6) "%70,%71", "%72", "%73", "%74", D32(0), D32(32), D8(64))
+WGMMA_TILES(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), "%128", "%129", "%130", D32(0), D32(32),
+            D32(64), D32(96))
 #undef WGMMA
 #undef WGMMA_TILES
 #undef WGMMA_TILES_OF

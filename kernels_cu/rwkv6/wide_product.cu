@@ -15,6 +15,7 @@
 // copies of as many as fit have been started when x is complete.
 #include "clusters.cuh"
 #include "rwkv6/products.cuh"
+#include "rwkv6/squares.cuh"
 #include "wgmma.cuh"
 
 // From the includes:
@@ -23,7 +24,7 @@
 //     rows of one of them: number of the stack, `which` matrix, first `row`; Steps: its part of K: first number `k`,
 //     `count` of steps; Finish: what is stored of a product
 //   tensor_load_to: to several blocks of the cluster; tensor_prefetch: to L2
-//   relu_squared: in units of UNIT_OF_SQUARES
+//   store_squares: stores relu(sums)^2 of a warp's 16 vectors
 //   rows_of_tile, steps_of_part: the rows of the block's tile, the steps of its part of K; STACKS: stacks of a launch
 //   cluster_leave: all blocks have read each other's memory; arrive_at_block: at another block's barrier
 //   launch_next: the next kernel may start before this one ends; wait_for_previous: until the kernel before has ended
@@ -171,40 +172,6 @@ __device__ __forceinline__ void store(float* y, i64 M, int row, int b, int B, co
       if (inside && row + 8 * n < M) store2(to + row + 8 * n, {sums[4 * n + 2 * half], sums[4 * n + 2 * half + 1]});
     }
   }
-}
-
-// x[i] of lane n among four neighbours becomes x[n] of lane i.
-__device__ __forceinline__ void transpose(u32 (&x)[4]) {
-#pragma unroll
-  for (int distance = 1; distance < 4; distance *= 2) {
-    const bool upper = threadIdx.x & distance;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & distance) continue;
-      const u32 from_other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + distance], distance);
-      (upper ? x[i] : x[i + distance]) = from_other;
-    }
-  }
-}
-
-// Stores relu(y)^2 in half precision. Four lanes exchange numbers of 32 rows, so that each stores eight neighbours at
-// once.
-template <int ROWS, typename T>
-__device__ __forceinline__ void store_squares(T* y, i64 M, int row, int b, int B, const float (&sums)[ROWS / 2]) {
-  row += 8 * (threadIdx.x & 3);
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll
-    for (int first = 0; first < ROWS / 8; first += 4) {
-      u32 x[4] = {};
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (const int n = first + i; n < ROWS / 8)
-          x[i] = pack<T>(relu_squared<T>(sums[4 * n + 2 * half]), relu_squared<T>(sums[4 * n + 2 * half + 1]));
-      transpose(x);
-      if (b + 8 * half < B && first + (threadIdx.x & 3) < ROWS / 8 && row + 8 * first < M)
-        *reinterpret_cast<uint4*>(y + (b + 8 * half) * M + row + 8 * first) = {x[0], x[1], x[2], x[3]};
-    }
 }
 
 template <typename T, int ROWS, int HALVES, int GROUPS, bool DEEP>

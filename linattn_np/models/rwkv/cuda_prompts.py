@@ -18,6 +18,7 @@ from ...backends.cupy import rwkv6_model_kernels as kernels
 from ...backends.cupy.arithmetic import ceil_div
 from ...backends.cupy.execute import CompiledPlan, describe_parts, in_one_allocation
 from ...backends.cupy.kernel import INT8
+from ...backends.cupy.model_products import SquaredProduct
 from ...backends.cupy.plan import Array, Buffer, Draft, Plan, caller_array
 from ...varlen import Spans
 from .cuda_weights import FLOAT32, SCALES, widened
@@ -243,6 +244,14 @@ class MixOperations:
         y, is_stack = self.results[name], x.ndim == 3
         self.draft.product(self.matrix(layer, name), x if is_stack else x[None], y)
         return y if is_stack else y[0]
+
+    def squared_product(self, layer, name, x):
+        """Adds relu of the product of x [1, T, K] and matrix `name`, squared; returns it."""
+        w, y = self.matrix(layer, name)[0], self.results[name][0]
+        if kernel := SquaredProduct.fitting(w, x[0], self.device):
+            kernel.launch(self.draft, w, x[0], y, self.device)
+            return y
+        return self.relu_squared(self.product(layer, name, x)[0])
 
     def relu_squared(self, x):
         """Adds x = relu(x)^2, in place; returns x."""
