@@ -246,18 +246,15 @@ class MixOperations:
         return y if is_stack else y[0]
 
     def squared_product(self, layer, name, x):
-        """Adds relu of the product of x [1, T, K] and matrix `name`, squared; returns it."""
+        """Adds relu of the product of x and matrix `name`, squared; returns it."""
         w, y = self.matrix(layer, name)[0], self.results[name][0]
-        if kernel := SquaredProduct.fitting(w, x[0], self.device):
-            kernel.launch(self.draft, w, x[0], y, self.device)
-            return y
-        return self.relu_squared(self.product(layer, name, x)[0])
-
-    def relu_squared(self, x):
-        """Adds x = relu(x)^2, in place; returns x."""
-        kernel = kernels.Activation("ReluSquared", x.dtype, x.dtype)
-        self.draft.launch(kernel, kernel.blocks(x.size), x=x, y=x, count=x.size)
-        return x
+        if squares := SquaredProduct.fitting(w, x, self.device):
+            squares.launch(self.draft, w, x, y, self.device)
+        else:
+            self.draft.product(w[None], x[None], y[None])
+            kernel = kernels.Activation("ReluSquared", y.dtype, y.dtype)
+            self.draft.launch(kernel, kernel.blocks(y.size), x=y, y=y, count=y.size)
+        return y
 
     def gated_norm_to(self, y, layer, o, gate, **bonus):
         """Adds y [T, D] = the group norm of o over each head, times silu(gate); returns y. `bonus`: the arrays r, k, v
@@ -271,7 +268,7 @@ class MixOperations:
 
     def add_gated(self, x, gate, value):
         """Adds x += sigmoid(gate) value, or x += value if `gate` is None; returns x. The kernel multiplies `value`, a
-        product of squares, by `version.unit_of_squares`, by which `relu_squared` has divided these."""
+        product of squares, by `version.unit_of_squares`, by which `squared_product` has divided these."""
         kernel = kernels.GatedAdd(self.dtype)
         self.draft.launch(kernel, kernel.blocks(x.size), x=x, gate=gate, value=value, count=x.size)
         return x

@@ -86,10 +86,10 @@ class RecordingOperations:
         o, self.pull_recurrence = vjp_from_start(self.cut, layer, operator, *arrays, scale=1.0)
         return o
 
-    def relu_squared(self, x):
-        """relu(x)^2; stores x."""
-        self.hidden = x
-        return relu_squared(x)
+    def squared_product(self, layer, name, x):
+        """relu of the product of x and matrix `name`, squared; stores the product, and its pullback."""
+        self.hidden = self.product(layer, name, x)
+        return relu_squared(self.hidden)
 
     def add_product(self, layer, name, x, y):
         """x plus the product of y and matrix `name`, with dropout; stores both pullbacks."""

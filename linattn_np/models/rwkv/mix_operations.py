@@ -19,8 +19,8 @@ class CommonOperations(Protocol):
     def product(self, layer, name: str, x):
         """x W^T, W being the matrix `name`; of a stack of n matrices and a stack of n x, n products."""
 
-    def relu_squared(self, x):
-        """relu(x)^2."""
+    def squared_product(self, layer, name: str, x):
+        """relu(x W^T)^2."""
 
     def add_product(self, layer, name: str, x, y):
         """x + y W^T; x may be written to."""

@@ -119,6 +119,7 @@ class PromptOperations(MixOperations):
         d = token_shift(xx, shift, self.sequences)
         return loops.mixed(xx, d, np.atleast_2d(getattr(layer, maa))), xx, d
 
-    def relu_squared(self, x):
-        loops.relu_squared(x)
-        return x
+    def squared_product(self, layer, name, x):
+        y = self.product(layer, name, x)
+        loops.relu_squared(y)
+        return y

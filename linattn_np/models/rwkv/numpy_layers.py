@@ -136,8 +136,8 @@ class MixOperations:
         )
         return o[0]
 
-    def relu_squared(self, x):
-        return array_math.relu_squared(x)
+    def squared_product(self, layer, name, x):
+        return array_math.relu_squared(self.product(layer, name, x))
 
     def add_product(self, layer, name, x, y):
         x += self.product(layer, name, y)

@@ -43,6 +43,6 @@ def time_mix(ops: MixOperations, layer, x, shift=None, wkv=None):
 def channel_mix(ops: MixOperations, layer, x, shift=None):
     """The residual after a layer's channel mix."""
     (mixed_k, mixed_r), _, _ = ops.shift_mix(layer, "ln2", "ffn_maa", x, shift)
-    k = ops.relu_squared(ops.product(layer, "ffn_key", mixed_k))
+    k = ops.squared_product(layer, "ffn_key", mixed_k)
     gate = ops.product(layer, "ffn_receptance", mixed_r)
     return ops.add_gated(x, gate, ops.product(layer, "ffn_value", k))

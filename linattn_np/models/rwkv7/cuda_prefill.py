@@ -67,7 +67,7 @@ class MixOperations(cuda_prompts.MixOperations):
 
     def channel_mix(self, layer, x, shift):
         mixed, _, _ = self.shift_mix(layer, "ln2", "ffn_mix", x, shift)
-        hidden = self.squared_product(layer, "ffn_key", mixed)
+        hidden = self.squared_product(layer, "ffn_key", mixed[0])
         if self.dtype != np.float16:
             return self.add_product(layer, "ffn_value", x, hidden)
         return self.add_gated(x, None, self.product(layer, "ffn_value", hidden))

@@ -67,4 +67,4 @@ def gated(ops: MixOperations, layer, mixed, wkv):
 def channel_mix(ops: MixOperations, layer, x, shift=None):
     """The residual after a layer's channel mix."""
     (mixed_k,), _, _ = ops.shift_mix(layer, "ln2", "ffn_mix", x, shift)
-    return ops.add_product(layer, "ffn_value", x, ops.relu_squared(ops.product(layer, "ffn_key", mixed_k)))
+    return ops.add_product(layer, "ffn_value", x, ops.squared_product(layer, "ffn_key", mixed_k))
