@@ -140,16 +140,13 @@ WGMMA_TILES(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), "%
 #undef D4
 #undef D32
 
-// Sets the number of registers of a thread to N; every warp of the warpgroup calls this.
+// Sets the number of registers of a thread to N (24 to 256, a multiple of 8); every warp of the warpgroup calls this.
 // registers_up waits until other warpgroups have given up enough registers. The kernel must have __launch_bounds__,
 // which fix the number that its threads start with: otherwise the assembler ignores these instructions.
-template <int N> constexpr bool IS_REGISTER_COUNT = N >= 24 && N <= 256 && N % 8 == 0;
 template <int N> __device__ __forceinline__ void registers_up() {
-  static_assert(IS_REGISTER_COUNT<N>);
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N> __device__ __forceinline__ void registers_down() {
-  static_assert(IS_REGISTER_COUNT<N>);
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 #endif
