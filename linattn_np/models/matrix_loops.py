@@ -14,7 +14,8 @@ and the caller returns when all parts are done. The caller does not wait for a t
 takes several tickets while many are left: the board is in another core's cache, and a claim costs the time of reading
 20 KB of a matrix. One thread calls `multiply`, all others `assist`.
 
-S matrices and T tokens of a product. Arrays are given by addresses; callers guarantee shapes, dtypes and C order.
+A product has S matrices [M, K] and T tokens. Loops get arrays by their addresses: callers guarantee shapes, dtypes and
+C order, and keep the arrays until the loop returns.
 """
 
 import os
@@ -53,21 +54,33 @@ CLAIM = 2  # a claim takes the tickets that are left, divided by CLAIM times the
 PART_OF_FLOAT32 = 1 << 14  # numbers of W in a part of a product in float32, in whole rows; at most TILE rows
 SPARSE = 0.2  # if at most this share of a token's inputs is not zero, it is faster to skip the zeros
 
-# Indices of the board. The numbers that threads change at the same time have cache lines of their own. NEXT and LIMIT
-# only grow, so that a thread that has read old values cannot claim a ticket of later products.
-NEXT, DONE, LIMIT = 0, 8, 16  # the next ticket; the number of parts that are done, of all calls; the end of tickets
-STOPPED, START = 17, 18  # 1 if helpers must return; the first ticket of the products
+# The board is an int64 array. Its indices: numbers that threads change at the same time have cache lines of their own.
+# NEXT and LIMIT only grow, so that a thread that has read old values cannot claim a ticket of later products.
+NEXT = 0  # the next ticket
+DONE = 8  # the number of parts that are done, of all calls
+LIMIT = 16  # the end of tickets: only those below it may be claimed
+STOPPED = 17  # 1 if helpers must return
+START = 18  # the first ticket of the products
 THREADS = 19  # the number of threads that may look at the board
 COMPUTE = 20  # the address of `compute`: a loop that called it by its name would compile it again
 PRODUCTS, COUNT = 21, 22  # the address of the products' descriptions, and how many there are
 BOARD = 23  # numbers of a board
-# Indices of a product's description: addresses of arrays, and sizes. STACK: the number of matrices of the same size
-FORMAT, BITS, SCALES, X, Y, STACK, TOKENS, COLUMNS, ROWS = range(9)  # which `multiply_at` sets; the others `multiply`
-BYTES_OF_INPUT, LISTS, PADDED_TOKENS = 9, 10, 11  # LISTS: the number of rows of x with a list of inputs
-INPUTS, STARTS, TOTALS = 12, 13, 14
-TILE_ROWS, TILES = 15, 16  # rows of W in a part, which in float32 may be less than TILE; parts of one matrix
-PARTS = 17  # of the product
+
+# The description of a product is an int64 array, too. `multiply_at` sets the first nine numbers, `multiply` the others.
+FORMAT = 0  # one of CODES
+BITS, SCALES = 1, 2  # the addresses of `Matrix.bits` and `Matrix.scales`
+X, Y = 3, 4  # the addresses of x [STACK, TOKENS, COLUMNS] and of the result [STACK, TOKENS, ROWS]
+STACK = 5  # the number of matrices, which have the same size
+TOKENS, COLUMNS, ROWS = 6, 7, 8  # T, K, M
+BYTES_OF_INPUT = 9  # of a tile's column, which an input is multiplied by
+LISTS = 10  # the number of rows of x with a list of inputs
+PADDED_TOKENS = 11  # TOKENS, rounded up to what a tile is read for at a time; `prepare` then makes X a padded copy
+INPUTS, STARTS = 12, 13  # the addresses of the lists, see `list_inputs`
+TOTALS = 14  # for int4 the address of the sums of x over each block, see `add_totals`
+TILE_ROWS = 15  # rows of W in a part: TILE, or in float32 maybe less
+TILES, PARTS = 16, 17  # parts of one matrix, for one CHUNK of tokens; of the whole product
 PRODUCT = 18  # numbers of a description
+
 LOOKS = 200  # a thread yields its core to other threads after this many looks at a board without a part for it
 
 LOOP_OPTIONS = {"nogil": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
@@ -290,10 +303,10 @@ class TileSums:
 # -- a part of a product ----------------------------------------------------------------------------------------------
 @njit(**LOOP_OPTIONS)
 def add_blocks(product, tile, row, several_tokens, first, last, sums):
-    """Adds the products of tile number `tile` and rows row ... row + T - 1 of x to the sums [T, TILE] at the address
+    """Adds the products of tile number `tile` and rows row ... row + N - 1 of x to the sums [N, TILE] at the address
     `sums`, over the blocks of columns first ... last - 1.
 
-    T is TOKENS_AT_ONCE if `several_tokens`, else 1. One token reads the listed columns alone, if its row has a list:
+    N is TOKENS_AT_ONCE if `several_tokens`, else 1. One token reads the listed columns alone, if its row has a list:
     its starts[-1] is then at least 0, see `list_inputs`.
     """
     format, columns, blocks = product[FORMAT], product[COLUMNS], (product[COLUMNS] + BLOCK - 1) // BLOCK
@@ -324,34 +337,35 @@ def add_blocks(product, tile, row, several_tokens, first, last, sums):
 @njit(**LOOP_OPTIONS)
 def multiply_tile(product, part):
     """Computes part number `part` of a product in few bits: one tile, for up to CHUNK tokens. Parts are numbered chunk
-    by chunk, in a chunk matrix by matrix, in a matrix tile by tile. `m` is the tile's first row of W, `row` the first
-    token's row of x [STACK * PADDED_TOKENS, COLUMNS]."""
+    by chunk, in a chunk matrix by matrix, in a matrix tile by tile."""
     rows, tokens, padded = product[ROWS], product[TOKENS], product[PADDED_TOKENS]
     tiles, stack = product[TILES], product[STACK]
-    tile, token = part % (stack * tiles), part // (stack * tiles) * CHUNK
-    matrix, m, blocks = tile // tiles, tile % tiles * TILE, (product[COLUMNS] + BLOCK - 1) // BLOCK
-    count, row = min(CHUNK, padded - token), matrix * padded + token
-    at_once = TOKENS_AT_ONCE if tokens > ONE_BY_ONE else 1
-    sums, depth = np.zeros((count, TILE), np.float32), DEPTH if tokens > ONE_BY_ONE else blocks
+    tile, first_token = part % (stack * tiles), part // (stack * tiles) * CHUNK  # tile: counted over all matrices
+    matrix, first_row = tile // tiles, tile % tiles * TILE
+    blocks = (product[COLUMNS] + BLOCK - 1) // BLOCK
+    count, row_of_x = min(CHUNK, padded - first_token), matrix * padded + first_token  # x is [STACK * padded, COLUMNS]
+    several = tokens > ONE_BY_ONE
+    at_once, depth = (TOKENS_AT_ONCE, DEPTH) if several else (1, blocks)
+    sums = np.zeros((count, TILE), np.float32)
     for block in range(0, blocks, depth):
+        last = min(blocks, block + depth)
         for n in range(0, count, at_once):
-            last = min(blocks, block + depth)
-            add_blocks(product, tile, row + n, tokens > ONE_BY_ONE, block, last, sums.ctypes.data + 4 * TILE * n)
+            add_blocks(product, tile, row_of_x + n, several, block, last, sums.ctypes.data + 4 * TILE * n)
     y = array_at(product[Y], (stack, tokens, rows), np.float32)
-    for n in range(min(CHUNK, tokens - token)):
-        for r in range(min(TILE, rows - m)):
-            y[matrix, token + n, m + r] = sums[n, r]
+    for n in range(min(CHUNK, tokens - first_token)):
+        for r in range(min(TILE, rows - first_row)):
+            y[matrix, first_token + n, first_row + r] = sums[n, r]
 
 
 @njit(**LOOP_OPTIONS)
 def multiply_rows(product, tile):
     """Computes TILE_ROWS rows of a product in float32, for all its tokens."""
     rows, columns, tokens, tiles = product[ROWS], product[COLUMNS], product[TOKENS], product[TILES]
-    matrix, row = tile // tiles, tile % tiles * product[TILE_ROWS]
+    matrix, first_row = tile // tiles, tile % tiles * product[TILE_ROWS]
     w = array_at(product[BITS], (product[STACK], rows, columns), np.float32)[matrix]
     x = array_at(product[X], (product[STACK], tokens, columns), np.float32)[matrix]
     y = array_at(product[Y], (product[STACK], tokens, rows), np.float32)[matrix]
-    for m in range(row, min(rows, row + product[TILE_ROWS])):
+    for m in range(first_row, min(rows, first_row + product[TILE_ROWS])):
         for token in range(tokens):
             total = np.float32(0)
             for k in range(columns):

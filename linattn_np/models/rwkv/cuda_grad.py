@@ -185,8 +185,8 @@ def transposed(w):
 class TrainingStep:
     """The sizes of a training step, and its kernels. ContractError for a width that kernels do not take.
 
-    A method that computes launches one kernel, and a second one where sums over tokens are needed. Arrays are
-    [tokens, D], or [n, tokens, D] for n mixes; `tokens` is batch * context.
+    Arrays are [tokens, D], or [n, tokens, D] for n mixes; `tokens` is batch * context. Sums over tokens, such as
+    gradients of vectors, are not there before `add_up` is called.
     """
 
     def __init__(self, version, weights, token_ids, products, dropout, cut):
@@ -217,17 +217,20 @@ class TrainingStep:
 
     # -- forwards --
     def add_norm(self, x, change, norm, maa=None, takes=1):
-        """(y, moments, (normed, mixed)): the residual y = x + change, mean and 1 / deviation of its rows, its layer
-        norm xx, xx and d side by side, or None, as `Mix.TAKES` says, and the mixes [n, tokens, D] of xx by the weights
-        maa [n, D], or None without these."""
+        """(y, moments, (normed, mixed)).
+
+        y : the residual x + change
+        moments : mean and 1 / deviation of the rows of y [tokens, 2]
+        normed : what `takes`, a `Mix.TAKES`, says: None, the layer norm xx of y, or xx and d side by side
+        mixed : the mixes [n, tokens, D] by the weights maa [n, D] (of one mix [tokens, D], by [D]); None without maa
+        """
         y = x if change.kind == "Kept" else self.empty(self.tokens, self.D, dtype=FLOAT32)
-        moments, normed = self.empty(self.tokens, 2, dtype=FLOAT32), None
-        if takes:
-            normed = self.empty(self.tokens, takes * self.D)
+        moments = self.empty(self.tokens, 2, dtype=FLOAT32)
+        normed = self.empty(self.tokens, takes * self.D) if takes else None
         mixed = None if maa is None else self.empty(*maa.shape[:-1], self.tokens, self.D)
-        embedded, mixes = change.kind == "Embedded", 0 if maa is None else maa.size // self.D
+        embedded = change.kind == "Embedded"
         self.run_kernel(
-            kernels.AddNorm(self.dtype, self.threads, change.kind, mixes),
+            kernels.AddNorm(self.dtype, self.threads, change.kind, self.count_of_mixes(maa)),
             ceil_div(self.tokens, kernels.AddNorm.TOKENS),
             x=x,
             first=None if embedded else change.first,
@@ -247,19 +250,23 @@ class TrainingStep:
         )
         return y, moments, (normed, mixed)
 
+    def count_of_mixes(self, maa):
+        """n for the weights maa [n, D], 1 for [D], 0 for None."""
+        return 0 if maa is None else maa.size // self.D
+
     def mix(self, xx, previous_xx, maa, m):
         """xx + d (maa + m) [n, tokens, D] for maa [n, D], m [n, tokens, D] and d = (previous token's xx) - xx.
         `previous_xx` is the result of `previous_rank_xx`."""
         mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
-        kernel = kernels.MixForward(self.dtype, maa.size // self.D)
+        kernel = kernels.MixForward(self.dtype, self.count_of_mixes(maa))
         self.run_kernel(kernel, self.blocks_for(kernel), xx=xx, maa=maa, m=m, mixed=mixed)
         if previous_xx is not None:
             self.mix_first_tokens(mixed, xx, previous_xx, maa, self.first_tokens(m))
         return mixed
 
     def mix_first_tokens(self, mixed, normed, previous_xx, maa, m=0):
-        """Writes the mixes of sequences' first tokens again, and d if `normed` has it: the kernels take an xx of 0
-        before."""
+        """Writes the mixes of sequences' first tokens again, and their d if `normed` has it: the kernels have computed
+        them with 0 in place of `previous_xx`."""
         first_xx = self.first_tokens(normed)[:, : self.D]
         d = previous_xx - first_xx
         self.tokens_at(0, mixed)[...] = first_xx + d * (maa[..., None, :] + m)
@@ -308,9 +315,9 @@ class TrainingStep:
         pulled : the `InputGradients` of xx
         dy : the terms of the residual's gradient that do not pass through the norm, or None; it is overwritten with the
             residual's gradient
-        out : the array for the gradients of the norm's weight and bias
+        out : the array for the gradients of the norm's weight and bias; that of maa goes to `pulled.maa_out`
         """
-        mixes = 0 if pulled.maa is None else pulled.maa.size // self.D
+        mixes = self.count_of_mixes(pulled.maa)
         dx = self.empty(self.tokens, self.D, dtype=FLOAT32) if dy is None else dy
         gated = change.kind == "Gated"
         dchange = [self.empty(self.tokens, self.D) for _ in range(1 + gated)]
@@ -444,6 +451,7 @@ class TrainingStep:
     def add_up(self):
         """Computes the sums that `sum` was called for, in one launch: a launch takes longer than most of them."""
         kernel, sums, blocks = kernels.ColumnSums(), [], 0
+        assert len(self.sums) <= kernel.MOST
         for parts, first, rest, add in self.sums:
             arrays = {"parts": parts, "first": first, "rest": rest}
             sizes = {"P": len(parts), "columns": parts.shape[1], "split": first.size, "add": add, "first_block": blocks}
