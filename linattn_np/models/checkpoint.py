@@ -113,6 +113,7 @@ def read(path) -> dict[str, np.ndarray]:
         if path.is_dir():
             refuse("is a folder without a checkpoint", "a file, or a folder with " + " or ".join(IN_FOLDER))
         data = mapped(path, "a checkpoint")
+        # The ending decides before the first bytes: those of a safetensors file are its header's size, any number.
         if path.suffix == ".json":
             return shards(data, path.parent)
         if path.suffix == ".safetensors" and data[: len(LFS_START)] != LFS_START:

@@ -10,6 +10,7 @@ the host very little time.
 Sizes: L layers, T tokens of all prompts, D channels, H heads, V tokens of the vocabulary.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,14 +26,14 @@ from .cuda_weights import FLOAT32, SCALES, widened
 from .state import STATE, State, shapes_and_dtypes
 from .version import output_scale
 
-MOST_ADDRESSES = 4  # the most addresses of allocations for which launches, or a graph of them, are stored
+MOST_ADDRESSES = 4  # of allocations for which launches, or a graph of them, are stored
 
 
 class Prompts:
     """Computes prompts of given lengths with the weights of a `CudaDecoder`. Callers are inside `CudaLayers.turn`.
 
     sequences : a `state.CallSequences`, which has the lengths; its slots are not used
-    last : whether the result has a row for the last token of each prompt only
+    last : whether the result has a row for the last token of each prompt only, else for every token
     hidden : whether a row of the result is the head's input, D numbers, instead of V logits
     """
 
@@ -54,8 +55,9 @@ class Prompts:
         add_head = self.add_last_norm if hidden else self.add_head
         self.head_plan = self.compiled(add_head, {"x": self.x, "result": result, **model_weights})
         self.layer_plan = self.compiled(self.add_layer, {"x": self.x, **layer_arrays, **vars(decoder.layers[0])})
-        # {address of the layers' memory: the launches of all layers, or one launch of a graph of them}
+        # of each address of the layers' memory: the launches of all layers, or a function that launches their graph
         self.launches: dict[int, list] = {}
+        self.graphs: dict[int, Callable] = {}
 
     def __call__(self, tokens, state: State, slots):
         """The result for `tokens` [T], integers on the host. The rows `slots` (None: all) of `state` are updated."""
@@ -84,24 +86,26 @@ class Prompts:
         return result
 
     def run_layers(self, x, states, buffers):
-        """Runs all layers on x, the states and the buffers, which are views of one allocation. Stored launches contain
-        its address, but do not keep it allocated."""
+        """Runs all layers on x, the states and the buffers, which are views of one allocation: `carried`, then those of
+        `layer_plan`. Stored launches contain its address, but do not keep it allocated."""
         address = self.device.pointer(x)
         if address in self.launches:
-            if len(self.launches[address]) > 1:  # several launches: not yet captured in a graph
-                self.launches[address] = [self.device.captured(self.launches[address])]
-            self.launches[address][0](None)  # None in place of arrays, which only copies and fills would read
+            self.graphs[address] = self.device.captured(self.launches.pop(address))
+        if address in self.graphs:
+            self.graphs[address](None)  # None in place of arrays, which only copies and fills would read
             return
-        all_launches, (carried, buffers) = [], (buffers[: len(self.carried)], buffers[len(self.carried) :])
+        all_launches, count = [], len(self.carried)
         # A layer's launches are enqueued at once: the device computes the layer while the next one's launches are made.
         for i, layer in enumerate(self.decoder.layers):
-            arrays = [x, *(array[i] for array in states), *carried, *vars(layer).values(), *buffers]
+            # in the order in which `layer_plan` was given its arrays; its buffers follow
+            arrays = [x, *(array[i] for array in states), *buffers[:count], *vars(layer).values(), *buffers[count:]]
             layer_launches = self.layer_plan.commands(arrays)
             for launch in layer_launches:
                 launch(None)
             all_launches += layer_launches
-        if len(self.launches) >= MOST_ADDRESSES:
+        if len(self.launches) + len(self.graphs) >= MOST_ADDRESSES:
             self.launches.clear()
+            self.graphs.clear()
         self.launches[address] = all_launches
 
     def compiled(self, add_steps, arrays: dict) -> CompiledPlan:
