@@ -154,6 +154,7 @@ def delta_rules():
             yield from (delta.DeltaStep(rule, T, G, S, size, BV) for S, BV in product(FLOATS, delta.DeltaStep.WIDTHS))
     for (T, G), rule, size in product(GATES, (delta.GATED_DELTA, delta.KDA, delta.DPLR), gated.SMALL_SIZES):
         yield delta.DeltaSmallForward(rule, T, G, size)
+        yield from (delta.DeltaSmallBackward(rule, T, G, size, outputs) for outputs in (True, False))
     for T in FLOATS:
         yield delta.DeltaSumParts(T)
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)

@@ -132,11 +132,8 @@ CASES = {
 }
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("case", CASES)
-def test_gradients(backend, case, rng):
-    case = CASES[case]
-    arrays, start, do, dht = case.drawn(rng)
+def assert_gradients(backend, case, arrays, start, do, dht):
+    """Whether o, the final state and all gradients are the recurrence's."""
     o, final, wanted = exact_vjp(case.function, arrays, do, dht, initial_state=start, **case.options)
     there = [backend.asarray(x) for x in arrays]
     options = case.options | {"mode": case.mode, "initial_state": backend.asarray(start), "output_final_state": True}
@@ -152,6 +149,12 @@ def test_gradients(backend, case, rng):
             assert rms(double(x) - exact) <= 10 * LIMITS[case.dtype.name][0] * size, name
         else:
             assert_close(f"d{name}", x, exact, case.dtype, factor=10)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(backend, case, rng):
+    assert_gradients(backend, CASES[case], *CASES[case].drawn(rng))
 
 
 @pytest.mark.pairwise("op", "dtype")
@@ -714,7 +717,7 @@ SMALL_HEADS = {
 def assert_small_heads(rng, monkeypatch):
     """A function of (case, kernels): whether a call takes these kernels, and is as the recurrence, from and to states.
     Rows of an odd number of halves are copied before."""
-    monkeypatch.setattr(delta.SmallHeads, "WORTH", np.inf)
+    monkeypatch.setattr(delta, "WORTH_OF_SMALL", np.inf)
 
     def check(case, kernels, segments=1):
         monkeypatch.setattr(CutOfSmallHeads, "SHORTEST", 1)
@@ -732,6 +735,20 @@ def assert_small_heads(rng, monkeypatch):
         assert_results(case.function, arrays, found, case.dtype, **options)
 
     return check
+
+
+@pytest.mark.parametrize("case", SMALL_HEADS.values(), ids=SMALL_HEADS)
+@pytest.mark.parametrize("segments", [1, 3])
+def test_gradients_of_small_heads(kernel_backend, case, segments, rng, monkeypatch):
+    """In segments, too, unequal and empty ones."""
+    monkeypatch.setattr(delta, "WORTH_OF_SMALL", np.inf)
+    monkeypatch.setattr(CutOfSmallHeads, "SHORTEST", 1)
+    monkeypatch.setattr(CutOfSmallHeads, "time", lambda cut, n: abs(n - segments))
+    monkeypatch.setattr(checked_calls, "MEMOS", Cache(1 << 20, 16))  # no plan of another cut of the same call is taken
+    arrays, start, do, dht = case.drawn(rng)
+    plan = planned.plan_of_pullback(case.op.bind(arrays, **case.options), EmulatedDevice(80), do, (dht,))
+    assert "delta_small_backward" in planned.names(plan)
+    assert_gradients(kernel_backend, case, arrays, start, do, dht)
 
 
 @pytest.mark.parametrize("case", SMALL_HEADS.values(), ids=SMALL_HEADS)

@@ -18,7 +18,15 @@ import numpy as np
 from ... import declarations
 from .aligned_copies import plan_on_copies
 from .arithmetic import ceil_div, padded
-from .delta_hopper import ScalarCut, ScalarGradientsOnHopper, ScalarOnHopper, why_never_on_hopper, why_no_chunks
+from .delta_hopper import (
+    ScalarCut,
+    ScalarGradientCut,
+    ScalarGradientsOnHopper,
+    ScalarOnHopper,
+    why_never_on_hopper,
+    why_no_chunks,
+    why_not_on_hopper,
+)
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
@@ -93,12 +101,13 @@ def needs_copies(problem, device, gradient=False) -> bool:
     rows = rows_of(problem)
     if aligned16(*rows) or not all(x.size for x in rows) or "final_state" in problem.options:
         return False
-    in_chunks = why_not_in_chunks(problem, device, gradient) is None
-    if gradient:
-        return in_chunks and ScalarGradientsOnHopper(problem, device).why_not() is not None
-    if None in (ScalarOnHopper.why_not(problem, device), SmallHeads.why_not(problem, device)):
+    if why_not_small(problem, device, gradient) is None:
         return False
-    return in_chunks or SmallHeads.why_not_on_copies(problem, device) is None
+    if why_not_small_on_copies(problem, device, gradient) is None:
+        return True
+    if (ScalarGradientsOnHopper(problem, device).why_not() if gradient else why_not_on_hopper(problem, device)) is None:
+        return False
+    return why_not_in_chunks(problem, device, gradient) is None
 
 
 def plan(problem, device):
@@ -195,52 +204,59 @@ class TokenByToken:
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=cut.forward.tiles | cut.tiles)
 
 
+SMALL_HEADS = "small heads"  # the name of this way in explanations
+WORTH_OF_SMALL = 0.7  # it is chosen if it takes less than this part of the time of others
+
+
+def why_not_small(problem, device, gradient=False):
+    """Why the kernels of small heads are not taken for a call, or its gradients if `gradient`; None if they are."""
+    if reason := why_not_small_on_copies(problem, device, gradient):
+        return reason
+    if common_bytes(*rows_of(problem)) < 4:
+        return "rows are no whole pieces of 4 bytes, and others are waited for"
+    return None
+
+
+def why_not_small_on_copies(problem, device, gradient=False):
+    """Why these kernels are not taken for a call on copies of its rows; None if they are."""
+    if max(problem.shape("K V")) > SMALL_SIZES[-1]:
+        return f"heads have more than {SMALL_SIZES[-1]} channels or columns"
+    if reason := why_no_chunks(problem):
+        return reason
+    if problem.mode == "chunk":
+        return "mode='chunk' is in chunks"
+    cut = CutOfSmallHeads(problem, device, gradient)
+    if cut.kernel.shared_bytes > device.shared_per_block:
+        return f"the card has no shared memory for {cut.kernel.heads} heads of {problem.dtype}"
+    if cut.time(cut.segments) > WORTH_OF_SMALL * time_in_chunks(problem, device, gradient):
+        return "chunks are faster"
+    return None
+
+
 class SmallHeads:
     """The way token by token for heads of at most 16 channels and columns, of which a warp computes several."""
 
-    name = "small heads"
-    WORTH = 0.7  # chosen if it takes less than this part of the time in chunks
-
-    @staticmethod
-    def why_not(problem, device):
-        if reason := SmallHeads.why_not_on_copies(problem, device):
-            return reason
-        if common_bytes(*rows_of(problem)) < 4:
-            return "rows are no whole pieces of 4 bytes, and others are waited for"
-        return None
-
-    @staticmethod
-    def why_not_on_copies(problem, device):
-        """Why this way is not taken for a call on copies of its rows; None if it is."""
-        if max(problem.shape("K V")) > SMALL_SIZES[-1]:
-            return f"heads have more than {SMALL_SIZES[-1]} channels or columns"
-        if reason := why_no_chunks(problem):
-            return reason
-        if problem.mode == "chunk":
-            return "mode='chunk' is in chunks"
-        cut = CutOfSmallHeads(problem, device)
-        if cut.kernel.shared_bytes > device.shared_per_block:
-            return f"the card has no shared memory for {cut.kernel.heads} heads of {problem.dtype}"
-        if cut.time(cut.segments) > SmallHeads.WORTH * time_in_chunks(problem, device):
-            return "chunks are faster"
-        return None
+    name = SMALL_HEADS
+    why_not = staticmethod(why_not_small)
 
     @staticmethod
     def plan(problem, device):
         draft, cut = Draft(), CutOfSmallHeads(problem, device)
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        read = inputs.arrays | inputs.common_args(None, o) | {"initial": draft.initial(problem)}
-        cut.launch(draft, read, o=o, final=final)
+        shape = draft.shape(problem, spans=cut.spans(1))
+        read = inputs.arrays | inputs.common_args(shape, o) | {"initial": draft.initial(problem)}
+        cut.launch(draft, read, {"o": o, "final": final})
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=cut.kernel.tiles | cut.tiles)
 
 
-def time_in_chunks(problem, device) -> float:
-    """An estimate, in microseconds, for a call in chunks, and for the copies that it needs (`needs_copies`)."""
-    copied = sum(x.nbytes for x in rows_of(problem) if not aligned16(x))
-    if why_never_on_hopper(problem, device):
-        return copied * COPY_TIME + CutInChunks(problem, device).pass_time
-    cut = ScalarCut(problem, device)
-    return copied * COPY_TIME + cut.time(cut.segments)
+def time_in_chunks(problem, device, gradient) -> float:
+    """An estimate, in microseconds, for a call in chunks, or its gradients, and for the copies that it needs
+    (`needs_copies`)."""
+    copying = COPY_TIME * sum(x.nbytes for x in rows_of(problem) if not aligned16(x))
+    if not why_never_on_hopper(problem, device):
+        cut = (ScalarGradientCut if gradient else ScalarCut)(problem, device)
+        return copying + cut.time(cut.segments)
+    return copying + CutInChunks(problem, device, gradient).call_time
 
 
 class InChunks:
@@ -321,7 +337,7 @@ def saved(problem, device) -> tuple[tuple, ...]:
     is in chunks, too, if no array is copied; the pullbacks of others compute them again."""
     if not problem.gradient or rule_of(problem.op) == GATED_DELTA or why_not_in_chunks(problem, device, gradient=True):
         return ()
-    if problem.sizes["K"] > TILES[-1] or needs_copies(problem, device):
+    if problem.sizes["K"] > TILES[-1] or needs_copies(problem, device) or not why_not_small(problem, device, True):
         return ()
     if any(way.why_not(problem, device) is None for way in FORWARD_WAYS[: FORWARD_WAYS.index(InChunks)]):
         return ()
@@ -358,7 +374,7 @@ def plan_vjp(problem, device, do, dht, saved=()):
 def gradient_ways(op) -> tuple:
     """The ways of computing an operator's gradients, the fastest first."""
     in_chunks = {declarations.KDA: KdaGradientsInChunks, declarations.RWKV7: DplrGradientsInChunks}
-    return ScalarGradientsOnHopper, in_chunks.get(op, GradientsInChunks), GradientsByToken
+    return SmallGradients, ScalarGradientsOnHopper, in_chunks.get(op, GradientsInChunks), GradientsByToken
 
 
 class Gradients:
@@ -374,6 +390,7 @@ class Gradients:
     gradients : {the kernels' name of an input: the memory for its gradient}
     """
 
+    dtype_of_scalars = FLOAT32  # of the gradients of gates and beta, one a token, as the last kernel writes them
     MOST = 6  # 128 channels and columns need 5.1 in chunks; groups of heads would leave multiprocessors without blocks
     kernel: Kernel  # the last kernel of a group, which computes most gradients
     tiles: dict  # the sizes that `explain` shows
@@ -415,6 +432,66 @@ class Gradients:
             return None if x is None else x[:, first : first + heads]
 
         return {name: part(x) for name, x in self.states.items()}, part(self.do), part(self.gradients["v"])
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the last kernel writes float32 terms of dq and dk, which `DeltaSumParts` adds up."""
+        return self.inputs.group > 1
+
+    def launch_last(self, first, heads, args, launch):
+        """Launches the last kernel by `launch`, a function of its arguments by name, and then the sums and casts of
+        what it writes. `args`: its other arguments, to which this adds the results."""
+        draft, inputs, (B, T, K) = self.draft, self.inputs, self.problem.shape("B T K")
+        parts = draft.empty((2, B, heads, T, K), FLOAT32) if self.has_parts else None
+        gradients = {name: inputs.part_of(name, x, first, heads) for name, x in self.gradients.items() if name != "v"}
+        written = {}
+        for name, x in gradients.items():
+            dtype = self.dtype_of_scalars if x.ndim == 3 else inputs.gate if name == "g" else x.dtype
+            written[name] = x if x.dtype == dtype else draft.empty(x.shape, dtype)
+        launch(
+            args | {f"d{name}": x if x.ndim == 4 else x[..., None] for name, x in written.items()} | {"parts": parts}
+        )
+        for part, name in enumerate("qk" if self.has_parts else ""):
+            x = inputs.part_of(name, inputs.arrays[name], first, heads)
+            sum_parts(draft, parts[part][None], gradients[name], x if inputs.normalized else None)
+        for name, x in gradients.items():
+            if written[name] is not x:
+                draft.copy(written[name], x)
+
+
+class SmallGradients(Gradients):
+    """The gradients of heads of at most 16 channels and columns, token by token by one kernel, of which a warp has
+    several heads. A walk forwards stores the state before every step of a few tokens, from which a walk backwards
+    computes those between."""
+
+    name = SMALL_HEADS
+
+    def why_not(self):
+        return why_not_small(self.problem, self.device, gradient=True)
+
+    def plan(self, do, dht, saved=()):
+        self.cut = CutOfSmallHeads(self.problem, self.device, gradient=True)
+        self.kernel, self.tiles = self.cut.kernel, self.cut.kernel.tiles | self.cut.tiles
+        return super().plan(do, dht)
+
+    @property
+    def dtype_of_scalars(self):
+        return self.inputs.gate
+
+    def bytes_between_kernels(self):
+        group, (B, T, K), kernel = self.inputs.group, self.problem.shape("B T K"), self.kernel
+        parts = 2 * K if self.has_parts else 0
+        return FLOAT32.itemsize * B * group * T * (kernel.D**2 // kernel.STEP + parts)
+
+    def launch(self, first, heads):
+        draft, problem, inputs, cut, kernel = self.draft, self.problem, self.inputs, self.cut, self.kernel
+        arrays, (states, do, dv) = inputs.of_heads(first, heads), self.of_heads(first, heads)
+        shape = replace(draft.shape(problem, spans=cut.spans(kernel.STEP), chunk=kernel.STEP), H=heads)
+        rows = self.do, *(x for x in self.gradients.values() if x.ndim == 4)
+        read = arrays | inputs.common_args(shape, *rows) | {"do_": do} | states
+        step_states = draft.empty((shape.B, shape.NC, heads, kernel.D**2), FLOAT32)
+        written = {"dv": dv, "step_states": step_states}
+        self.launch_last(first, heads, written, lambda written: cut.launch(draft, read, written))
 
 
 class GradientsByToken(Gradients):
@@ -489,11 +566,6 @@ class GradientsInChunks(Gradients):
         self.walk, self.tiles = self.cut.walk, self.kernel.tiles | self.cut.tiles
         return super().plan(do, dht, saved)
 
-    @property
-    def has_parts(self) -> bool:
-        """Whether the last kernel writes float32 terms of dq and dk, which `DeltaSumParts` adds up."""
-        return self.inputs.group > 1
-
     def bytes_between_kernels(self):
         group, (B, T, K) = self.inputs.group, self.problem.shape("B T K")
         parts = 2 * FLOAT32.itemsize * B * group * T * K if self.has_parts else 0
@@ -502,7 +574,7 @@ class GradientsInChunks(Gradients):
     def launch(self, first, heads):
         draft, problem, inputs, walk = self.draft, self.problem, self.inputs, self.walk
         arrays, (states, do, dv) = inputs.of_heads(first, heads), self.of_heads(first, heads)
-        B, T, V = problem.shape("B T V")
+        B, T, K, V = problem.shape("B T K V")
         shape = replace(self.cut.shape(draft), H=heads)
         columns = walk.padded_columns(V)
         dresidual = draft.empty((B, heads, T, columns), problem.dtype)
@@ -526,27 +598,12 @@ class GradientsInChunks(Gradients):
             self.cut.launch_walk(draft, shape, read, states, written)
         args |= arrays | {"chunk_states": chunk_states, "state_gradients": state_gradients, "do_": do}
         args |= dict(zip(self.RESIDUALS, (residual, dresidual)))
-        self.launch_last(first, heads, shape, args)
 
-    def launch_last(self, first, heads, shape, args):
-        """Launches the last kernel, and then the sums and casts of what it writes. `args`: values by name, of which
-        the kernel gets those that it has; this adds its results."""
-        draft, inputs, kernel, (B, T, K) = self.draft, self.inputs, self.kernel, self.problem.shape("B T K")
-        parts = draft.empty((2, B, heads, T, K), FLOAT32) if self.has_parts else None
-        gradients = {name: inputs.part_of(name, x, first, heads) for name, x in self.gradients.items() if name != "v"}
-        written = {}
-        for name, x in gradients.items():
-            dtype = FLOAT32 if x.ndim == 3 else inputs.gate if name == "g" else x.dtype
-            written[name] = x if x.dtype == dtype else draft.empty(x.shape, dtype)
-        args |= {f"d{name}": x if x.ndim == 4 else x[..., None] for name, x in written.items()} | {"parts": parts}
-        blocks = kernel.blocks(B * heads * shape.NC, K)
-        draft.launch(kernel, blocks, **{name: x for name, x in args.items() if name in kernel.names})
-        for part, name in enumerate("qk" if self.has_parts else ""):
-            x = inputs.part_of(name, inputs.arrays[name], first, heads)
-            sum_parts(draft, parts[part][None], gradients[name], x if inputs.normalized else None)
-        for name, x in gradients.items():
-            if written[name] is not x:
-                draft.copy(written[name], x)
+        def launch(args):
+            blocks, names = self.kernel.blocks(B * heads * shape.NC, K), self.kernel.names
+            draft.launch(self.kernel, blocks, **{name: x for name, x in args.items() if name in names})
+
+        self.launch_last(first, heads, args, launch)
 
 
 class DplrGradientsInChunks(GradientsInChunks):

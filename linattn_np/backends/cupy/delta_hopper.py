@@ -359,8 +359,6 @@ class ScalarGradientsOnHopper:
     state after every chunk, the second goes forwards."""
 
     name = "by Hopper's own kernels"
-    # In microseconds, fitted to an H200: what the kernels of every card take beyond `pass_time`.
-    CALL_TIME, LAST_TIME = 50.0, 10.0  # of a call; of a chunk on one multiprocessor
 
     def __init__(self, problem, device):
         self.problem, self.device = problem, device
@@ -375,12 +373,10 @@ class ScalarGradientsOnHopper:
         problem, device = self.problem, self.device
         if reason := why_not_on_hopper(problem, device):
             return reason
-        N, H, V = problem.shape("N H V")
+        V = problem.sizes["V"]
         if V > TILES[-1]:
             return f"V={V} is over {TILES[-1]}"
-        others = CutInChunks(problem, device, gradient=True)
-        last = self.CALL_TIME + N * H * others.chunks / device.multiprocessors * self.LAST_TIME
-        if self.cut.time(self.cut.segments) > others.pass_time + last:
+        if self.cut.time(self.cut.segments) > CutInChunks(problem, device, gradient=True).call_time:
             return "few heads of long sequences are faster by the kernels of every card"
         return None
 

@@ -352,6 +352,30 @@ class DeltaSmallForward(DeltaKernel):
         return {"BK": self.D, "BV": self.D, "heads": self.heads}
 
 
+class DeltaSmallBackward(DeltaKernel):
+    """All gradients of heads with at most D channels and columns. A block, of one warp, has `heads` of them. If heads
+    of values share a head of keys, the kernel writes the term of each head of values to `parts`, not to dq and dk."""
+
+    file = "delta/small_backward"
+    arguments = COMMON_ARGUMENTS + members(
+        "strided do_, strided? dht dh0 dq dk da db dv dg dbeta, pointers? step_states parts"
+    )
+    shared_memory = ("Shared<{rule}, {dtype}, {gate}, {D}>",)
+    constants: ClassVar[tuple] = (("STEP", "STEP"), ("BLOCK", "BLOCK"))
+    STEP: ClassVar[int] = 8  # tokens between stored states
+    BLOCK: ClassVar[int] = 4  # channels, and columns, of a lane
+    threads = 32
+    D: int
+    outputs: bool = True  # False: the kernel computes instead what each segment does to a state's gradient
+    blocks_per_multiprocessor = 8
+
+    @property
+    def heads(self):
+        return self.threads * self.BLOCK**2 // self.D**2
+
+    tiles = DeltaSmallForward.tiles
+
+
 class DeltaRecurrentBackward(DeltaKernel):
     """The backward walk: all gradients, from the states that `DeltaRecurrentForward` stored every TOKENS tokens, or, if
     it `holds` all tokens of a sequence at a time, from the initial states. A block has BV columns. Of gradients that

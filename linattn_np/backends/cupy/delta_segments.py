@@ -28,6 +28,7 @@ from .delta_kernels import (
     DeltaPrepare,
     DeltaRecurrentForward,
     DeltaScan,
+    DeltaSmallBackward,
     DeltaSmallForward,
 )
 from .gated_kernels import SMALL_SIZES, TILES, channels
@@ -101,6 +102,7 @@ class CutInChunks(SegmentCut):
     SINGLE = 2.5  # chunks of float32 take so many times as long
     START_CHUNKS = 3  # a walk's first loads and last stores take as long as so many chunks
     LAUNCHES_TIME = 12.0  # of the two launches that a cut adds
+    CALL_TIME, LAST_TIME = 50.0, 10.0  # of gradients besides: of a call; of a chunk on one multiprocessor
 
     def __init__(self, problem, device, gradient=False, kept=False):
         self.problem, self.device, self.gradient = problem, device, gradient
@@ -138,8 +140,19 @@ class CutInChunks(SegmentCut):
     @property
     def pass_time(self) -> float:
         """An estimate for the kernel that prepares chunks, and the walks, if the channels of a token share a gate."""
+        return self.all_chunks * self.PREPARE_TIME / self.device.multiprocessors + self.time(self.segments)
+
+    @property
+    def all_chunks(self) -> int:
+        """Those of all heads."""
         N, H = self.problem.shape("N H")
-        return N * H * self.chunks * self.PREPARE_TIME / self.device.multiprocessors + self.time(self.segments)
+        return N * H * self.chunks
+
+    @property
+    def call_time(self) -> float:
+        """`pass_time`, and, of gradients, the time of what else is launched."""
+        last = self.CALL_TIME + self.all_chunks / self.device.multiprocessors * self.LAST_TIME
+        return self.pass_time + (last if self.gradient else 0)
 
     def shape(self, draft):
         return draft.shape(self.problem, spans=self.spans(self.walk.CHUNK), chunk=self.walk.CHUNK)
@@ -270,52 +283,71 @@ class CutByToken(SegmentCut):
 
 
 class CutOfSmallHeads(SegmentCut):
-    """How the walks of small heads, token by token, are cut. Times are in microseconds, for an H200; those of a token
-    by the kernel's D, as pairs like those of `CutByToken`, of warps in place of blocks."""
+    """How the walks of small heads, token by token, are cut. `gradient`: whether they compute gradients. Times are in
+    microseconds, for an H200; those of a token by the kernel's D, as pairs like those of `CutByToken`, of warps in
+    place of blocks."""
 
     TOKEN_TIMES = {8: (0.075, 0.019), 16: (0.115, 0.021)}  # of a rule with one write
+    GRADIENT_TIMES, SUMMARY_TIMES = (0.35, 0.1), (0.12, 0.04)  # of all gradients, whatever D is; of G' alone
     TWO_WRITES = 1.6  # times as long if a token writes twice, as in RWKV-7
     IN_WORDS = 2.0  # times as long alone if rows are no whole pieces of 16 bytes, and are not copied to such
     LAUNCH_TIME, LAUNCHES_TIME = 8.0, 15.0  # of a walk; of the two launches that a cut adds
     SHORTEST, MOST = 64, 256  # tokens of a segment; segments
+    JOINS = 3  # blocks of join_segments.cu on a multiprocessor
 
-    def __init__(self, problem, device):
-        self.problem, self.device = problem, device
+    def __init__(self, problem, device, gradient=False):
+        self.problem, self.device, self.gradient = problem, device, gradient
         D = SMALL_SIZES[max(problem.shape("K V")) > SMALL_SIZES[0]]
-        self.kernel = DeltaSmallForward(rule_of(problem.op), problem.dtype, gate_dtype(problem), D)
-        self.longest = int(problem.spans.lengths.max(initial=0))
+        instance = rule_of(problem.op), problem.dtype, gate_dtype(problem), D
+        self.forward, self.backward = DeltaSmallForward(*instance), DeltaSmallBackward(*instance)
+        self.kernel = self.backward if gradient else self.forward
+        self.slower = self.IN_WORDS if common_bytes(*rows_of(problem)) in (4, 8) else 1
+        lengths = problem.spans.lengths
+        self.longest, self.tokens = int(lengths.max(initial=0)), int(lengths.sum())
+        self.tokens *= problem.sizes["N"] // max(1, len(lengths))
         most = 1 if problem.mode == "recurrent" else min(self.longest // self.SHORTEST, self.MOST)
         self.segments = min((1, *range(3, most + 1)), key=self.time)
 
     def time(self, segments) -> float:
-        """An estimate for a call whose sequences are cut into so many segments."""
-        N, H = self.problem.shape("N H")
-        alone, one_of_many = self.TOKEN_TIMES[self.kernel.D]
-        if common_bytes(*rows_of(self.problem)) in (4, 8):
-            alone *= self.IN_WORDS
+        """An estimate for a call, or its gradients, whose sequences are cut into so many segments."""
+        (N, H, K), device, directions = self.problem.shape("N H K"), self.device, 1 + self.gradient
+        longest = ceil_div(self.longest, segments)
 
-        def token_time(states):
-            """Of a walk of so many states of each sequence's head."""
-            warps = ceil_div(N * H * states, self.kernel.heads * self.device.multiprocessors)
-            return max(alone, one_of_many * warps) * (self.TWO_WRITES if self.kernel.rule == DPLR else 1)
+        def walk_time(kernel, times, states=1):
+            """Of a walk that computes so many states of each head."""
+            alone, one_of_many = times
+            warps = self.tokens * H * states / (kernel.heads * device.multiprocessors)
+            slower = self.TWO_WRITES if kernel.rule == DPLR else 1
+            return max(longest * alone * self.slower, one_of_many * warps) * slower + self.LAUNCH_TIME
 
+        forward_times = self.TOKEN_TIMES[self.forward.D]
+        time = walk_time(self.kernel, self.GRADIENT_TIMES if self.gradient else forward_times)
         if segments == 1:
-            return self.longest * token_time(1) + self.LAUNCH_TIME
-        tokens_time = ceil_div(self.longest, segments) * (token_time(segments) + token_time(2 * segments))
-        joining = join_time(segments, self.problem.sizes["K"])
-        return tokens_time + joining + self.LAUNCHES_TIME + self.LAUNCH_TIME
+            return time
+        time += walk_time(self.forward, forward_times, 2) + self.LAUNCHES_TIME
+        if self.gradient:
+            time += walk_time(self.backward, self.SUMMARY_TIMES)
+        joins = ceil_div(N * H * directions, self.JOINS * device.multiprocessors)
+        return time + joins * join_time(segments, K)
 
-    def launch(self, draft, read, **written):
-        """Launches the walk; and before it, if sequences are cut, what computes the states from which segments start.
-        read, written: arguments of the walk by name."""
-        shape, P, kernel = draft.shape(self.problem, spans=self.spans(1)), self.segments, self.kernel
-        states, starts = shape.B * shape.count * shape.H, None
-        read |= {"shape": shape, "P": P}
-        if P > 1:
-            F, starts = memory_of_segments(draft, shape, 1, FLOAT32)
-            draft.launch(kernel, ceil_div(2 * states, kernel.heads), **read, starts=starts, F=F)
-            join_segments(draft, F, starts, P)
-        draft.launch(kernel, ceil_div(states, kernel.heads), **read, starts=starts, **written)
+    def launch(self, draft, read, written):
+        """Launches the walk; and before it, if sequences are cut, what computes the states, and their gradients, from
+        which segments start. read, written: arguments of the walk by name."""
+        shape, starts = read["shape"], None
+        states, read = shape.B * shape.count * shape.H, read | {"P": self.segments}
+
+        def launch(kernel, states, **written):
+            arguments = {name: x for name, x in (read | written).items() if name in kernel.names}
+            draft.launch(kernel, ceil_div(states, kernel.heads), **arguments)
+
+        if self.segments > 1:
+            F, starts = memory_of_segments(draft, shape, 1 + self.gradient, FLOAT32)
+            launch(self.forward, 2 * states, starts=starts, F=F)
+            if self.gradient:
+                without_outputs = {"dh0": None, "starts": starts}
+                launch(replace(self.backward, outputs=False), states, **without_outputs)
+            join_segments(draft, F, starts, self.segments)
+        launch(self.kernel, states, starts=starts, **written)
 
 
 def launch_by_token(draft, kernel, read, more_columns=0, **written):

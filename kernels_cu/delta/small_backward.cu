@@ -1,0 +1,416 @@
+// what      The gradients of the delta rules, token by token, with heads of at most 16 channels and columns. Without
+//           OUTPUTS what a segment of a sequence does to the gradient of the state after it: from dS to F^T dS + G'
+// math      Template argument Rule; Dplr is RWKV-7's. With S' = diag(exp g_t) S_{t-1}, forwards o_t = scale S_t^T q_t,
+//           GatedDelta, Kda: e = v - S'^T k, S_t = S' + k (beta e)^T
+//           Dplr: p = S_{t-1}^T a, S_t = S' + b p^T + k v^T
+//           Backwards, dS being the gradient of the state after a token: dS <- dS + scale q do^T, then
+//           GatedDelta, Kda: u = dS^T k, dv = beta u, dbeta = u . e, dk = dS beta e - S' dv,
+//           dS' = dS - k dv^T, dg = sums of dS' S' over columns, dS <- diag(exp g) dS'
+//           Dplr: dp = dS^T b, dv = dS^T k, dk = dS v, db = dS p, da = S_{t-1} dp,
+//           dg = sums of dS S' over columns, dS <- diag(exp g) dS + a dp^T
+//           all: dq = scale S_t do. Of GatedDelta dg is summed over channels, too. e and p are called residuals
+//           If args.normalized, q and k above are the given ones divided by their lengths; their gradients are those of
+//           the given ones
+//           G' is the dS before a segment if that after it is zero, or, of the sequence's last one, dht
+// shapes    q k a b [B, H, T, K], v do dv [B, HV, T, V], g [B, HV, T] (GatedDelta) or [B, HV, T, K], beta [B, HV, T],
+//           states [N, HV, K, V]; gradients like their arrays; parts [2, B, HV, T, K]: dq and dk of every head of
+//           values, where args.group of them share a head of the rest, of the divided q and k. step_states [B, NC, HV, D D]: the state before
+//           each of the NC steps of 8 tokens of a batch row, in the order of lanes' registers. starts [2, segments, HV,
+//           K, V]: [0] the states before segments; [1] first G', each in the place of the segment before, which
+//           join_segments.cu then replaces by the gradient of the state after that segment
+// grid      a warp for every 512 / (D D) value heads of all sequences or segments, sequence slowest; a lane has 4
+//           channels of 4 columns of a state
+// smem      two stages, each of a step of 8 tokens and the state before it, which gradients overwrite; what is computed
+//           once for every token of a step: decays of channels, Factors, residuals, gradients of scalars
+// barriers  of warps. Forwards three a step: the step has been copied | decays and factors are in shared memory | the
+//           step has been read. Backwards four: the step and the state before it have been copied | decays and factors
+//           are in shared memory | residuals are, and the state has been read, which dv overwrites | gradients are in
+//           shared memory, and the step has been read
+// numerics  float32 throughout. The states within a step are computed again from that before it. If a state or gradient
+//           at a border of segments is not finite, since numbers grew when segments were joined, the last segment's
+//           lanes compute the whole sequence of this head, and those of other segments nothing
+// source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
+// limits    K, V <= D; D of 8, 16
+// tests     test_delta_kernels
+#include "gated/small_heads.cuh"
+#include "delta/segments.cuh"
+#include "delta/tokens.cuh"
+
+// From the includes:
+//   Tile: tokens of a warp's heads in shared memory; STEP = 8: tokens of a step
+//   Work, work_of: a head, its tokens, and n, the number of its sequence or segment, -1 if the lane has no head;
+//     LaneCoord: the lane's head of the warp, its number in that head
+//   fetch, store: copy a step's rows; put_decays: stores e^g of gates g; HEADS: heads of a warp
+//   DeltaArgs: the arguments of kernels token by token. Of rules, channel_gates: a gate for every channel; own_erasure:
+//     a and b beside k
+//   segment_of: a Segment: its tokens and chunks, here steps; `from`, the gradient that it starts from, null for zeros;
+//     `to`, where its last one goes, null for nowhere. The walk's first segment starts from dht. If the first argument
+//     is true, the others start from `starts`, and only the walk's last one has `to`; else they start from zeros, and
+//     `to` is in `starts`. If the last argument is true, the walk's first segment has all tokens and is its last one,
+//     too; the others have none
+//   exchange_and_add_halves: a step of sums over lanes, of which each lane keeps a half
+
+constexpr int BLOCK = 4;  // a lane has BLOCK channels of BLOCK columns
+using State = float[BLOCK][BLOCK];
+template <int D> constexpr int ACROSS = D / BLOCK;             // lanes that share channels, or columns
+template <int D> constexpr int LANES = ACROSS<D> * ACROSS<D>;  // of a head
+template <typename E, int D> using StepTile = Tile<E, D, LANES<D>>;
+
+template <typename T, typename G> struct Args : DeltaArgs<T, G> {
+  StridedRows<const T> do_;
+  StridedRows<const float> dht;  // null: zeros
+  StridedRows<float> dh0;        // null: not wanted
+  StridedRows<T> dq, dk, da, db, dv;
+  StridedRows<G> dg, dbeta;    // dg null: not wanted
+  float *step_states, *parts;  // parts null: dq and dk are those of all heads
+};
+
+template <bool OWN_ERASURE, typename T, int D> struct ErasureTiles {
+  StepTile<T, D> a, b;  // overwritten by da and db
+};
+template <typename T, int D> struct ErasureTiles<false, T, D> {};
+template <class Rule, typename T, typename G, int D> struct Stage : ErasureTiles<Rule::own_erasure, T, D> {
+  StepTile<T, D> q, k;  // overwritten by dq and dk
+  StepTile<T, D> v, do_;
+  StepTile<G, D> g;  // of channels; overwritten by dg
+  union {
+    float4 state[BLOCK][32];  // before the step, [row of a lane][lane]
+    StepTile<T, D> dv;        // overwrites `state`
+  };
+};
+// The numbers of a token of a head: its decay, if channels share one; beta; the inverse lengths of q and k.
+struct alignas(16) Factors {
+  float decay, beta, of_q, of_k;
+};
+struct ScalarGradients {
+  float dbeta, dg;
+};
+template <class Rule, typename T, typename G, int D> struct Shared {
+  Stage<Rule, T, G, D> stages[2];
+  StepTile<float, D> decays, residuals;
+  Factors factors[STEP][32 / LANES<D>];  // by token and head
+  ScalarGradients scalars[STEP][32 / LANES<D>];
+};
+
+// A number of each token of a step, such as its beta: the lane has those of tokens `lane`, `lane` + LANES, ...
+template <typename G, int D> struct StepScalars {
+  static constexpr int N = (STEP + LANES<D> - 1) / LANES<D>;
+  G x[N];
+
+  // Calls f(x, token of the step) for the lane's numbers.
+  template <class F> __device__ __forceinline__ void each(int lane, F f) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (lane + n * LANES<D> < STEP) f(x[n], lane + n * LANES<D>);
+  }
+};
+
+// Sums N numbers x over the lanes that have other channels of the same columns; all get the sums.
+template <int D, int N> __device__ __forceinline__ void sum_over_channels(float (&x)[N]) {
+#pragma unroll
+  for (int distance = ACROSS<D>; distance < LANES<D>; distance *= 2)
+#pragma unroll
+    for (int n = 0; n < N; ++n) x[n] += __shfl_xor_sync(0xffffffffu, x[n], distance);
+}
+// Sums numbers x of a lane's channels over the lanes that have other columns of these; each lane keeps OWN<D> of the
+// sums: those of channels OWN<D> (lane % ACROSS<D>) and on, as x[0], ...
+template <int D> constexpr int OWN = BLOCK / ACROSS<D>;
+template <int D, int DISTANCE = ACROSS<D> / 2>
+__device__ __forceinline__ void sum_over_columns(float (&x)[BLOCK], int lane) {
+  if constexpr (DISTANCE > 0) {
+    exchange_and_add_halves<DISTANCE * OWN<D>>(x, DISTANCE, lane & DISTANCE);
+    sum_over_columns<D, DISTANCE / 2>(x, lane);
+  }
+}
+
+// The launch bounds: the blocks that share a multiprocessor's registers.
+template <class Rule, typename T, typename G, int D, bool OUTPUTS>
+__global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> args) {
+  using Storage = Stage<Rule, T, G, D>;
+  constexpr bool DPLR = Rule::own_erasure;
+  auto& s = *reinterpret_cast<Shared<Rule, T, G, D>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const LaneCoord<LANES<D>> coord;
+  const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), P = int(args.P);
+  const int channel = coord.lane / ACROSS<D> * BLOCK, column = coord.lane % ACROSS<D> * BLOCK;
+  Work work = work_of(shape, blockIdx.x * StepTile<T, D>::HEADS + coord.head);
+  // Whether the last border of segments, in this direction, is not finite (join_segments.cu).
+  const auto is_grown = [&](bool backwards) {
+    const i64 n = backwards * shape.B * shape.count + work.n / P * P + (backwards ? 0 : P - 1);
+    bool grown = false;
+    for (int x = coord.lane; work.n >= 0 && x < V; x += LANES<D>)
+      grown |= !is_finite(args.starts[(n * shape.H + work.h) * K * V + x]);
+    return grown;
+  };
+  const bool whole =
+      OUTPUTS && P > 1 && sum_over_lanes<LANES<D>>(is_grown(FORWARDS) || is_grown(BACKWARDS) ? 1.f : 0.f) > 0.f;
+  const auto segment =
+      segment_of<BACKWARDS>(OUTPUTS, shape, P, u32(work.n), work.h, args.dht, args.starts, args.dh0, whole);
+  if (!OUTPUTS && segment.last) work.n = -1;  // no segment takes its G'
+  work.start = segment.tokens.start, work.tokens = work.n < 0 ? 0 : int(segment.tokens.stop - segment.tokens.start);
+  Work keys = work;  // its head is that of q, k, a and b
+  keys.h /= int(args.group);
+  const int longest = largest_of_warp<LANES<D>>(work.tokens), last_step = (longest - 1) / STEP * STEP;
+
+  // Calls f(number of S, its place in a state in memory) for this lane's numbers.
+  const auto each_number = [&](State& S, auto f) {
+#pragma unroll
+    for (int c = 0; c < BLOCK; ++c)
+#pragma unroll
+      for (int x = 0; x < BLOCK; ++x)
+        if (work.n >= 0 && channel + c < K && column + x < V) f(S[c][x], (channel + c) * V + column + x);
+  };
+  // This lane's first four numbers of the stored state before the step that starts at `token`.
+  const i64 first_state = (work.b * shape.NC + segment.chunks.start) * shape.H + work.h;
+  const auto state_at = [&](int token) {
+    return reinterpret_cast<float4*>(args.step_states) +
+           (first_state + token / STEP * shape.H) * (BLOCK * LANES<D>)+coord.lane;
+  };
+
+  StepScalars<G, D> gates, betas;  // of the step that is copied
+  // The addresses of rows, in memory and in tiles, are computed each time: registers to hold them are too few.
+  const auto copy = [&](auto& to, const auto& rows, const Work& head, int token, int width) {
+    const LaneCoord<LANES<D>> coord(opaque(threadIdx.x));
+    fetch(to, lane_rows(to, rows, head, coord.lane), coord.head, coord.lane, token, work.tokens - token, width, bytes);
+  };
+  // Starts to copy the step that starts at `token`, and loads its scalars. backwards: what that walk alone reads, too.
+  const auto fetch_step = [&](Storage& to, int token, bool backwards) {
+    copy(to.k, args.k, keys, token, K);
+    if constexpr (Rule::channel_gates) copy(to.g, args.g, work, token, K);
+    if constexpr (DPLR) copy(to.a, args.a, keys, token, K), copy(to.b, args.b, keys, token, K);
+    if (OUTPUTS) copy(to.v, args.v, work, token, V);
+    if (backwards) copy(to.q, args.q, keys, token, K), copy(to.do_, args.do_, work, token, V);
+    if (OUTPUTS && backwards)
+#pragma unroll
+      for (int n = 0; n < BLOCK; ++n)
+        cp_async<16>(&to.state[n][threadIdx.x], state_at(token) + n * LANES<D>, token < work.tokens);
+    const auto load = [&](StepScalars<G, D>& to, const StridedRows<const G>& from) {
+      to.each(coord.lane, [&](G& x, int i) {
+        x = token + i < work.tokens ? *from.row(work.b, work.h, work.start + token + i) : from_float<G>(0.f);
+      });
+    };
+    if constexpr (!Rule::channel_gates) load(gates, args.g);
+    if constexpr (!DPLR) load(betas, args.beta);
+    cp_async_commit();
+  };
+  // Waits for the step that is copied, and stores its decays and factors. with_q: whether that of q, too.
+  const auto take_step = [&](const Storage& in, bool with_q) {
+    cp_async_wait<0>();
+    __syncwarp();  // all lanes have copied the step
+    if constexpr (Rule::channel_gates) put_decays(s.decays, in.g, coord.head, coord.lane);
+    if constexpr (!DPLR)
+      betas.each(coord.lane, [&](G& beta, int i) {
+        const auto inverse_length = [&](const StepTile<T, D>& tile) {
+          float x[D], square = float(LEAST_SQUARE);
+          tile.load_row(x, i, coord.head);
+#pragma unroll
+          for (int c = 0; c < D; ++c) square = fmaf(x[c], x[c], square);
+          return inverse_root(square);
+        };
+        s.factors[i][coord.head] = {Rule::channel_gates ? 1.f : decay_of(to_float(gates.x[i / LANES<D>])),
+                                    to_float(beta), args.normalized && with_q ? inverse_length(in.q) : 1.f,
+                                    args.normalized ? inverse_length(in.k) : 1.f};
+      });
+    __syncwarp();  // decays and factors are in shared memory
+  };
+  // Of token i of the step: its factors, and in the lane's channels k and decays.
+  struct Key {
+    float k[BLOCK], decays[BLOCK];
+    Factors factors;
+  };
+  const auto load_key = [&](Key& key, const Storage& in, int i) {
+    in.k.load_row(key.k, i, coord.head, channel);
+    if constexpr (!DPLR) key.factors = s.factors[i][coord.head];
+    if constexpr (Rule::channel_gates) s.decays.load_row(key.decays, i, coord.head, channel);
+#pragma unroll
+    for (int c = 0; c < BLOCK; ++c) {
+      if (!DPLR) key.k[c] *= key.factors.of_k;
+      if (!Rule::channel_gates) key.decays[c] = key.factors.decay;
+    }
+  };
+  // Computes the state after token i of the step from that before it, and the token's residual.
+  const auto next_state = [&](State& after, const State& before, const Storage& in, int i, float (&residual)[BLOCK]) {
+    Key key;
+    float v[BLOCK], a[BLOCK], b[BLOCK];
+    load_key(key, in, i), in.v.load_row(v, i, coord.head, column);
+    if constexpr (DPLR) in.a.load_row(a, i, coord.head, channel), in.b.load_row(b, i, coord.head, channel);
+#pragma unroll
+    for (int x = 0; x < BLOCK; ++x) {
+      residual[x] = 0.f;
+#pragma unroll
+      for (int c = 0; c < BLOCK; ++c) {
+        const float decayed = key.decays[c] * before[c][x];
+        residual[x] = DPLR ? fmaf(a[c], before[c][x], residual[x]) : fmaf(key.k[c], decayed, residual[x]);
+        after[c][x] = decayed;
+      }
+    }
+    sum_over_channels<D>(residual);
+#pragma unroll
+    for (int x = 0; x < BLOCK; ++x) {
+      if (!DPLR) residual[x] = v[x] - residual[x];
+      const float written = DPLR ? v[x] : key.factors.beta * residual[x];
+#pragma unroll
+      for (int c = 0; c < BLOCK; ++c) {
+        after[c][x] = fmaf(key.k[c], written, after[c][x]);
+        if (DPLR) after[c][x] = fmaf(b[c], residual[x], after[c][x]);
+      }
+    }
+  };
+
+  if (OUTPUTS && longest) {
+    State S = {};
+    const float* from = args.starts + (work.n * shape.H + work.h) * K * V;
+    if (whole || work.n % P == 0) from = args.initial.p ? args.initial.row(work.n / P, work.h, 0) : nullptr;
+    if (from) each_number(S, [&](float& x, int place) { x = from[place]; });
+    fetch_step(s.stages[0], 0, false);
+#pragma unroll 1
+    for (int token = 0, stage = 0; token <= last_step; token += STEP, stage ^= 1) {
+      if (token < work.tokens)
+#pragma unroll
+        for (int n = 0; n < BLOCK; ++n) state_at(token)[n * LANES<D>] = {S[n][0], S[n][1], S[n][2], S[n][3]};
+      if (token == last_step) break;
+      const Storage& in = s.stages[stage];
+      take_step(in, false);
+      if (token + STEP < last_step) fetch_step(s.stages[stage ^ 1], token + STEP, false);
+      float residual[BLOCK];
+#pragma unroll
+      for (int i = 0; i < STEP; ++i) next_state(S, S, in, i, residual);  // in place: a number depends on itself alone
+      __syncwarp();                                                      // the step has been read
+    }
+    cp_async_wait<0>();
+    __syncwarp();  // all lanes' copies have ended
+  }
+
+  const float scale = converted_once<float>(args.scale);
+  State dS = {};  // the gradient of the state before those tokens whose gradients have been computed
+  if (segment.from) each_number(dS, [&](float& x, int place) { x = segment.from[place]; });
+  if (longest) fetch_step(s.stages[last_step / STEP % 2], last_step, true);
+#pragma unroll 1
+  for (int token = last_step; longest && token >= 0; token -= STEP) {
+    Storage& in = s.stages[token / STEP % 2];
+    take_step(in, true);
+    if (token) fetch_step(s.stages[token / STEP % 2 ^ 1], token - STEP, true);
+    State S[STEP + 1];  // before each token, and behind the last one
+    if (OUTPUTS) {
+#pragma unroll
+      for (int n = 0; n < BLOCK; ++n) {
+        const float4 x = in.state[n][threadIdx.x];
+        S[0][n][0] = x.x, S[0][n][1] = x.y, S[0][n][2] = x.z, S[0][n][3] = x.w;
+      }
+#pragma unroll
+      for (int i = 0; i < STEP; ++i) {
+        float residual[BLOCK];
+        next_state(S[i + 1], S[i], in, i, residual);
+        if (channel == 0) s.residuals.put(residual, i, coord.head, column);
+      }
+      __syncwarp();  // residuals are in shared memory; the stored state has been read, which dv overwrites
+    }
+#pragma unroll
+    for (int i = STEP - 1; i >= 0; --i) {
+      // written: what the token writes along k. u: dS^T k
+      float q[BLOCK], a[BLOCK], b[BLOCK], do_[BLOCK], residual[BLOCK] = {}, written[BLOCK] = {};
+      float u[BLOCK] = {}, dp[BLOCK] = {};
+      Key key;
+      load_key(key, in, i), in.q.load_row(q, i, coord.head, channel), in.do_.load_row(do_, i, coord.head, column);
+      if constexpr (DPLR) in.a.load_row(a, i, coord.head, channel), in.b.load_row(b, i, coord.head, channel);
+      if (OUTPUTS) s.residuals.load_row(residual, i, coord.head, column), in.v.load_row(written, i, coord.head, column);
+#pragma unroll
+      for (int c = 0; c < BLOCK; ++c) {
+        if (!DPLR) q[c] *= key.factors.of_q;
+        do_[c] *= scale;
+      }
+#pragma unroll
+      for (int c = 0; c < BLOCK; ++c)
+#pragma unroll
+        for (int x = 0; x < BLOCK; ++x) {
+          dS[c][x] = fmaf(q[c], do_[x], dS[c][x]), u[x] = fmaf(key.k[c], dS[c][x], u[x]);
+          if (DPLR) dp[x] = fmaf(b[c], dS[c][x], dp[x]);
+        }
+      sum_over_channels<D>(u);
+      if constexpr (DPLR) sum_over_channels<D>(dp);
+      float dq[BLOCK] = {}, dk[BLOCK] = {}, da[BLOCK] = {}, db[BLOCK] = {}, dg[BLOCK] = {}, dv[BLOCK];
+      ScalarGradients scalars = {};
+#pragma unroll
+      for (int x = 0; x < BLOCK; ++x) {
+        dv[x] = u[x];
+        if (!DPLR) scalars.dbeta = fmaf(u[x], residual[x], scalars.dbeta);
+        if (!DPLR) dv[x] *= key.factors.beta, written[x] = key.factors.beta * residual[x];
+      }
+#pragma unroll
+      for (int c = 0; c < BLOCK; ++c)
+#pragma unroll
+        for (int x = 0; x < BLOCK; ++x) {
+          const float decayed = key.decays[c] * S[i][c][x];
+          float& number = dS[c][x];
+          dq[c] = fmaf(S[i + 1][c][x], do_[x], dq[c]), dk[c] = fmaf(number, written[x], dk[c]);
+          if constexpr (DPLR) {
+            da[c] = fmaf(S[i][c][x], dp[x], da[c]), db[c] = fmaf(number, residual[x], db[c]);
+            dg[c] = fmaf(number, decayed, dg[c]);
+            number = fmaf(key.decays[c], number, a[c] * dp[x]);
+          } else {
+            dk[c] = fmaf(-decayed, dv[x], dk[c]);
+            number = fmaf(-key.k[c], dv[x], number);
+            dg[c] = fmaf(number, decayed, dg[c]);
+            number *= key.decays[c];
+          }
+        }
+      if (!OUTPUTS) continue;
+      if (!DPLR && args.normalized && !args.parts) {
+        float along[2] = {};  // what the gradients of the divided q and k have along these, in the lane's columns
+#pragma unroll
+        for (int c = 0; c < BLOCK; ++c)
+          along[0] = fmaf(q[c], dq[c], along[0]), along[1] = fmaf(key.k[c], dk[c], along[1]);
+        sum_over_channels<D>(along);
+#pragma unroll
+        for (int c = 0; c < BLOCK; ++c) {
+          dq[c] = key.factors.of_q * fmaf(-q[c], along[0], dq[c]);
+          dk[c] = key.factors.of_k * fmaf(-key.k[c], along[1], dk[c]);
+        }
+      }
+      // Stores the sums of x over columns in a tile, or in a row of args.parts.
+      const int own_channel = channel + OWN<D> * (coord.lane % ACROSS<D>);
+      const auto put_sums = [&](auto& tile, float (&x)[BLOCK], float* row = nullptr) {
+        float own[OWN<D>];
+        sum_over_columns<D>(x, coord.lane);
+#pragma unroll
+        for (int n = 0; n < OWN<D>; ++n) own[n] = x[n];
+        if (!row) return tile.put(own, i, coord.head, own_channel);
+        for (int n = 0; n < OWN<D> && token + i < work.tokens && own_channel + n < K; ++n)
+          row[own_channel + n] = own[n];
+      };
+      const auto part_row = [&](int part) {
+        const i64 head = (part * shape.B + work.b) * shape.H + work.h;
+        return args.parts ? args.parts + (head * shape.T + work.start + token + i) * K : nullptr;
+      };
+      put_sums(in.q, dq, part_row(0)), put_sums(in.k, dk, part_row(1));
+      if constexpr (DPLR) put_sums(in.a, da), put_sums(in.b, db);
+      if constexpr (Rule::channel_gates) put_sums(in.g, dg);
+      else scalars.dg = sum_over_lanes<LANES<D>>((dg[0] + dg[1]) + (dg[2] + dg[3]));
+      if constexpr (!DPLR) {
+        scalars.dbeta = sum_over_lanes<ACROSS<D>>(scalars.dbeta);
+        if (coord.lane == 0) s.scalars[i][coord.head] = scalars;
+      }
+      if (channel == 0) in.dv.put(dv, i, coord.head, column);
+    }
+    __syncwarp();  // the gradients are in shared memory; the step has been read
+    if (!OUTPUTS) continue;
+    const auto put = [&](const auto& tile, const auto& rows, const Work& head, int width) {
+      const LaneCoord<LANES<D>> coord(opaque(threadIdx.x));
+      store(tile, lane_rows(tile, rows, head, coord.lane), coord.head, coord.lane, token, work.tokens - token, width,
+            bytes);
+    };
+    if (!args.parts) put(in.q, args.dq, keys, K), put(in.k, args.dk, keys, K);
+    put(in.dv, args.dv, work, V);
+    if constexpr (DPLR) put(in.a, args.da, keys, K), put(in.b, args.db, keys, K);
+    if constexpr (Rule::channel_gates) put(in.g, args.dg, work, K);
+    if constexpr (!DPLR)
+      StepScalars<G, D>().each(coord.lane, [&](G&, int i) {
+        if (token + i >= work.tokens) return;
+        const ScalarGradients& x = s.scalars[i][coord.head];
+        *args.dbeta.row(work.b, work.h, work.start + token + i) = from_float<G>(x.dbeta);
+        if (!Rule::channel_gates && args.dg.p)
+          *args.dg.row(work.b, work.h, work.start + token + i) = from_float<G>(x.dg);
+      });
+  }
+  if (segment.to) each_number(dS, [&](float& x, int place) { segment.to[place] = x; });
+}
