@@ -472,7 +472,7 @@ def test_explained(op, rng):
     keeps = op in (KDA, RWKV7)
     assert planned.names(kept) == [prepare] * (not keeps) + ["delta_backward_states", f"delta_{rule}backward_chunks"]
     assert list(plan.reasons) == ["small heads", "by Hopper's own kernel"]
-    assert list(back.reasons) == ["by Hopper's own kernels"]
+    assert list(back.reasons) == ["small heads", "by Hopper's own kernels"]
 
 
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
@@ -769,7 +769,7 @@ def test_small_heads_in_segments(case, segments, assert_small_heads):
     ("sizes", "mode", "kernel"),
     [
         ((21, 38, 2000, 6, 16), "auto", "delta_small_forward"),  # 6.6 floors for 103 in chunks, as estimated
-        ((21, 38, 2000, 6, 16), "chunk", "delta_prepare"),
+        ((21, 38, 2000, 6, 16), "chunk", "delta_small_forward"),
         ((21, 38, 2000, 6, 17), "auto", "delta_prepare"),
         ((1, 2, 20000, 6, 16), "auto", "delta_prepare"),
         ((64, 40, 5, 7, 16), "auto", "delta_small_forward"),  # few tokens; rows of 7 halves are copied

@@ -223,8 +223,6 @@ def why_not_small_on_copies(problem, device, gradient=False):
         return f"heads have more than {SMALL_SIZES[-1]} channels or columns"
     if reason := why_no_chunks(problem):
         return reason
-    if problem.mode == "chunk":
-        return "mode='chunk' is in chunks"
     cut = CutOfSmallHeads(problem, device, gradient)
     if cut.kernel.shared_bytes > device.shared_per_block:
         return f"the card has no shared memory for {cut.kernel.heads} heads of {problem.dtype}"
