@@ -31,6 +31,7 @@ from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     SHARING,
+    SMALL_SIZES,
     DeltaBackwardChunks,
     DeltaRecurrentBackward,
     DplrBackwardChunks,
@@ -51,7 +52,7 @@ from .delta_segments import (
 )
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
-from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
+from .gated_kernels import CHANNELS, TILES, channels
 from .kernel import FLOATS, Kernel, no_kernels
 from .plan import FLOAT32, Draft, aligned16, common_bytes
 
@@ -232,7 +233,7 @@ def why_not_small_on_copies(problem, device, gradient=False):
 
 
 class SmallHeads:
-    """The way token by token for heads of at most 16 channels and columns, of which a warp computes several."""
+    """The way token by token for heads of at most 32 channels and columns, of which a warp computes one or several."""
 
     name = SMALL_HEADS
     why_not = staticmethod(why_not_small)
@@ -458,8 +459,8 @@ class Gradients:
 
 
 class SmallGradients(Gradients):
-    """The gradients of heads of at most 16 channels and columns, token by token by one kernel, of which a warp has
-    several heads. A walk forwards stores the state before every step of a few tokens, from which a walk backwards
+    """The gradients of heads of at most 32 channels and columns, token by token by one kernel, of which a warp has one
+    or several heads. A walk forwards stores the state before every step of a few tokens, from which a walk backwards
     computes those between."""
 
     name = SMALL_HEADS

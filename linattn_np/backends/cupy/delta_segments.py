@@ -21,6 +21,7 @@ from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     KDA,
+    SMALL_SIZES,
     DeltaBackwardStates,
     DeltaChannelPrepare,
     DeltaDplrPrepare,
@@ -31,7 +32,7 @@ from .delta_kernels import (
     DeltaSmallBackward,
     DeltaSmallForward,
 )
-from .gated_kernels import SMALL_SIZES, TILES, channels
+from .gated_kernels import TILES, channels
 from .plan import FLOAT32, common_bytes
 
 
@@ -287,8 +288,9 @@ class CutOfSmallHeads(SegmentCut):
     microseconds, for an H200; those of a token by the kernel's D, as pairs like those of `CutByToken`, of warps in
     place of blocks."""
 
-    TOKEN_TIMES = {8: (0.075, 0.019), 16: (0.115, 0.021)}  # of a rule with one write
-    GRADIENT_TIMES, SUMMARY_TIMES = (0.35, 0.1), (0.12, 0.04)  # of all gradients, whatever D is; of G' alone
+    TOKEN_TIMES = {8: (0.075, 0.019), 16: (0.115, 0.021), 32: (0.25, 0.06)}  # of a rule with one write
+    GRADIENT_TIMES = {8: (0.35, 0.1), 16: (0.35, 0.1), 32: (0.5, 0.15)}  # of the same rule
+    SUMMARY_TIMES = {8: (0.12, 0.04), 16: (0.12, 0.04), 32: (0.2, 0.06)}  # of G' alone
     TWO_WRITES = 1.6  # times as long if a token writes twice, as in RWKV-7
     IN_WORDS = 2.0  # times as long alone if rows are no whole pieces of 16 bytes, and are not copied to such
     LAUNCH_TIME, LAUNCHES_TIME = 8.0, 15.0  # of a walk; of the two launches that a cut adds
@@ -297,7 +299,7 @@ class CutOfSmallHeads(SegmentCut):
 
     def __init__(self, problem, device, gradient=False):
         self.problem, self.device, self.gradient = problem, device, gradient
-        D = SMALL_SIZES[max(problem.shape("K V")) > SMALL_SIZES[0]]
+        D = next((D for D in SMALL_SIZES if D >= max(problem.shape("K V"))), SMALL_SIZES[-1])
         instance = rule_of(problem.op), problem.dtype, gate_dtype(problem), D
         self.forward, self.backward = DeltaSmallForward(*instance), DeltaSmallBackward(*instance)
         self.kernel = self.backward if gradient else self.forward
@@ -320,13 +322,13 @@ class CutOfSmallHeads(SegmentCut):
             slower = self.TWO_WRITES if kernel.rule == DPLR else 1
             return max(longest * alone * self.slower, one_of_many * warps) * slower + self.LAUNCH_TIME
 
-        forward_times = self.TOKEN_TIMES[self.forward.D]
-        time = walk_time(self.kernel, self.GRADIENT_TIMES if self.gradient else forward_times)
+        D = self.kernel.D
+        time = walk_time(self.kernel, (self.GRADIENT_TIMES if self.gradient else self.TOKEN_TIMES)[D])
         if segments == 1:
             return time
-        time += walk_time(self.forward, forward_times, 2) + self.LAUNCHES_TIME
+        time += walk_time(self.forward, self.TOKEN_TIMES[D], 2) + self.LAUNCHES_TIME
         if self.gradient:
-            time += walk_time(self.backward, self.SUMMARY_TIMES)
+            time += walk_time(self.backward, self.SUMMARY_TIMES[D])
         joins = ceil_div(N * H * directions, self.JOINS * device.multiprocessors)
         return time + joins * join_time(segments, K)
 
