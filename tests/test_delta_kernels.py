@@ -32,8 +32,8 @@ class Case:
     H: int = 2
     groups: int = 1  # heads of values for each head of keys
     T: int = 36  # more than a chunk
-    K: int = 20
-    V: int = 18
+    K: int = 36  # more than those of small heads
+    V: int = 34
     dtype: np.dtype = SINGLE
     gate: str = "logsigmoid"
     gate_dtype: np.dtype | None = None
@@ -453,7 +453,7 @@ PREPARE = {KDA: "delta_channel_prepare", RWKV7: "delta_dplr_prepare"}
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_explained(op, rng):
     """A gate beside a write strength of another dtype is copied; gradients take what is stated."""
-    arrays, *_ = Case(op, K=24, V=24, dtype=BFLOAT16, gate_dtype=SINGLE).drawn(rng)
+    arrays, *_ = Case(op, K=40, V=40, dtype=BFLOAT16, gate_dtype=SINGLE).drawn(rng)
     if op is KDA:
         arrays[4] = arrays[4].astype(BFLOAT16)
     on = planned.Noting()
@@ -478,8 +478,8 @@ def test_explained(op, rng):
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_few_heads_are_cut(op):
     """Into segments that fill the card, where their number times a head's is small; their gradients likewise."""
-    for H, T, *both in ((2, 4096, 22, 22), (2, 100, 1, 1), (300, 4096, 1, 1), (64, 16384, 4, 1), (16, 16384, 16, 4)):
-        arrays = [np.broadcast_to(HALF.type(0), (1, H, T, 20)[: len(axes.split())]) for axes in op.arrays.values()]
+    for H, T, *both in ((2, 4096, 16, 16), (2, 100, 1, 1), (300, 4096, 1, 1), (64, 16384, 4, 1), (16, 16384, 16, 4)):
+        arrays = [np.broadcast_to(HALF.type(0), (1, H, T, 36)[: len(axes.split())]) for axes in op.arrays.values()]
         for gradient, segments in enumerate(both):
             plan = planned.plan_of(op.bind(arrays, gradient=bool(gradient)), planned.Noting())
             assert plan.tiles.get("segments", 1) == segments
@@ -549,7 +549,7 @@ def test_gradients_take_all_heads_at_once(op, dtype, K, monkeypatch, rng):
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_narrow_heads_are_taken_at_once(op, gradient):
     """Chunks take 30 times as much memory as such rows, but little of a card's."""
-    arrays = [np.broadcast_to(HALF.type(0), (1, 4, 100000, 20)[: len(axes.split())]) for axes in op.arrays.values()]
+    arrays = [np.broadcast_to(HALF.type(0), (1, 4, 100000, 36)[: len(axes.split())]) for axes in op.arrays.values()]
     names = planned.names(planned.plan_of(op.bind(arrays, gradient=gradient), planned.Noting()))
     assert len([name for name in names if name.endswith("prepare")]) == 1
 
@@ -621,7 +621,7 @@ def test_segments_by_token(monkeypatch, kernel_backend, case, states, segments, 
     [
         (op, dtype, K)
         for op in DELTA_RULES
-        for dtype, K in ((SINGLE, 130), (SINGLE, 20), (BFLOAT16, 20), (SINGLE, 15), (BFLOAT16, 15))
+        for dtype, K in ((SINGLE, 130), (SINGLE, 36), (BFLOAT16, 36), (SINGLE, 15), (BFLOAT16, 15), (BFLOAT16, 32))
         if op.decays
     ],
 )

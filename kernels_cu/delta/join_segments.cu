@@ -66,13 +66,16 @@ template <typename R> struct Own {
   }
 };
 
-// x += F S, or, BACKWARDS, F^T S, for PANEL columns of F: S has their channels. LD: the distance of a panel's rows.
-template <bool BACKWARDS, int PANEL, int LD, typename R, int ROW>
-__device__ __forceinline__ void multiply(R (&x)[2][4], const Own<R>& own, const R* panel, const R (*S)[ROW]) {
+// x += F S, or, BACKWARDS, F^T S, for the first `columns` columns of a panel of F: S has their channels. LD: the
+// distance of a panel's rows.
+template <bool BACKWARDS, int LD, typename R, int ROW>
+__device__ __forceinline__ void multiply(R (&x)[2][4], const Own<R>& own, const R* panel, const R (*S)[ROW],
+                                         int columns) {
   if constexpr (Own<R>::TENSOR) {
     const int g = threadIdx.x % 32 / 4, two = own.column;
 #pragma unroll 2
-    for (int k = two; k < PANEL; k += 16) {
+    for (int first = 0; first < columns; first += 16) {
+      const int k = first + two;
       float2 a[4], b[2][2];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
@@ -89,7 +92,7 @@ __device__ __forceinline__ void multiply(R (&x)[2][4], const Own<R>& own, const 
     }
   } else {
 #pragma unroll 4
-    for (int k = 0; k < PANEL; ++k)
+    for (int k = 0; k < columns; ++k)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const R factor = BACKWARDS ? panel[k * LD + own.channel + i] : panel[(own.channel + i) * LD + k];
@@ -162,7 +165,7 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
       fetch(stage ? stage - 1 : STAGES - 1);
       const R* panel = s.panels[stage];
       stage = stage + 1 < STAGES ? stage + 1 : 0;
-      multiply<BACKWARDS, PANEL, LD>(x, own, panel, s.S + from);
+      multiply<BACKWARDS, LD>(x, own, panel, s.S + from, min(PANEL, K - from));
     }
     each(place, x, [](R& to, R& from) { to = from; });  // stores the next S in the place of G
   }

@@ -14,10 +14,10 @@
 //           G' is the dS before a segment if that after it is zero, or, of the sequence's last one, dht
 // shapes    q k a b [B, H, T, K], v do dv [B, HV, T, V], g [B, HV, T] (GatedDelta) or [B, HV, T, K], beta [B, HV, T],
 //           states [N, HV, K, V]; gradients like their arrays; parts [2, B, HV, T, K]: dq and dk of every head of
-//           values, where args.group of them share a head of the rest, of the divided q and k. step_states [B, NC, HV, D D]: the state before
-//           each of the NC steps of 8 tokens of a batch row, in the order of lanes' registers. starts [2, segments, HV,
-//           K, V]: [0] the states before segments; [1] first G', each in the place of the segment before, which
-//           join_segments.cu then replaces by the gradient of the state after that segment
+//           values, where args.group of them share a head of the rest, of the divided q and k. step_states [B, NC, HV,
+//           D D]: the state before each of the NC steps of 8 tokens of a batch row, in the order of lanes' registers.
+//           starts [2, segments, HV, K, V]: [0] the states before segments; [1] first G', each in the place of the
+//           segment before, which join_segments.cu then replaces by the gradient of the state after that segment
 // grid      a warp for every 512 / (D D) value heads of all sequences or segments, sequence slowest, or for one of 32
 //           channels; a lane has 4 channels, or of these 8, of 4 columns of a state
 // smem      two stages, each of a step of 8 tokens and the state before it, which gradients overwrite; what is computed
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
     const float* from = args.starts + (work.n * shape.H + work.h) * K * V;
     if (whole || work.n % P == 0) from = args.initial.p ? args.initial.row(work.n / P, work.h, 0) : nullptr;
     if (from) each_number(S, [&](float& x, int place) { x = from[place]; });
-    fetch_step(s.stages[0], 0, false);
+    if (last_step) fetch_step(s.stages[0], 0, false);
 #pragma unroll 1
     for (int token = 0, stage = 0; token <= last_step; token += STEP, stage ^= 1) {
       if (token < work.tokens)
