@@ -122,13 +122,6 @@ __device__ __forceinline__ void sum_over_columns(float (&x)[CHANNELS<D>], int la
   }
 }
 
-template <int N> __device__ __forceinline__ float sum_of(const float (&x)[N]) {
-  float sum = 0.f;
-#pragma unroll
-  for (int n = 0; n < N; ++n) sum += x[n];
-  return sum;
-}
-
 // The launch bounds: the blocks that share a multiprocessor's registers.
 template <class Rule, typename T, typename G, int D, bool OUTPUTS>
 __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> args) {
@@ -236,8 +229,8 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
       if (!Rule::channel_gates) key.decays[c] = key.factors.decay;
     }
   };
-  // Computes the state after token i of the step from that before it, and the token's residual.
-  const auto next_state = [&](State& after, const State& before, const Storage& in, int i, float (&residual)[COLUMNS]) {
+  // Applies token i of the step to S, and computes the token's residual.
+  const auto apply = [&](State& S, const Storage& in, int i, float (&residual)[COLUMNS]) {
     Key key;
     float v[COLUMNS], a[M], b[M];
     load_key(key, in, i), in.v.load_row(v, i, coord.head, column);
@@ -247,9 +240,9 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
       residual[x] = 0.f;
 #pragma unroll
       for (int c = 0; c < M; ++c) {
-        const float decayed = key.decays[c] * before[c][x];
-        residual[x] = DPLR ? fmaf(a[c], before[c][x], residual[x]) : fmaf(key.k[c], decayed, residual[x]);
-        after[c][x] = decayed;
+        if (DPLR) residual[x] = fmaf(a[c], S[c][x], residual[x]);
+        S[c][x] *= key.decays[c];
+        if (!DPLR) residual[x] = fmaf(key.k[c], S[c][x], residual[x]);
       }
     }
     sum_over_channels<D>(residual);
@@ -259,8 +252,8 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
       const float written = DPLR ? v[x] : key.factors.beta * residual[x];
 #pragma unroll
       for (int c = 0; c < M; ++c) {
-        after[c][x] = fmaf(key.k[c], written, after[c][x]);
-        if (DPLR) after[c][x] = fmaf(b[c], residual[x], after[c][x]);
+        S[c][x] = fmaf(key.k[c], written, S[c][x]);
+        if (DPLR) S[c][x] = fmaf(b[c], residual[x], S[c][x]);
       }
     }
   };
@@ -282,8 +275,8 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
       if (token + STEP < last_step) fetch_step(s.stages[stage ^ 1], token + STEP, false);
       float residual[COLUMNS];
 #pragma unroll
-      for (int i = 0; i < STEP; ++i) next_state(S, S, in, i, residual);  // in place: a number depends on itself alone
-      __syncwarp();                                                      // the step has been read
+      for (int i = 0; i < STEP; ++i) apply(S, in, i, residual);
+      __syncwarp();  // the step has been read
     }
     cp_async_wait<0>();
     __syncwarp();  // all lanes' copies have ended
@@ -311,7 +304,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
 #pragma unroll 1
       for (int i = 0; i < STEP; ++i) {
         float residual[COLUMNS];
-        next_state(S, S, in, i, residual);
+        apply(S, in, i, residual);
         if (channel == 0) s.residuals.put(residual, i, coord.head, column);
 #pragma unroll
         for (int c = 0; c < M; ++c)
@@ -387,6 +380,10 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
           dk[c] = key.factors.of_k * fmaf(-key.k[c], along[1], dk[c]);
         }
       }
+      if constexpr (!Rule::channel_gates)
+#pragma unroll
+        for (int c = 0; c < M; ++c) scalars.dg += dg[c];
+      __syncwarp();  // all lanes have read the token, which its gradients overwrite
       // Stores the sums of x over columns in a tile, or in a row of args.parts.
       const int own_channel = channel + OWN<D> * (coord.lane % ACROSS<D>);
       const auto put_sums = [&](auto& tile, float (&x)[M], float* row = nullptr) {
@@ -405,9 +402,8 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
       put_sums(in.q, dq, part_row(0)), put_sums(in.k, dk, part_row(1));
       if constexpr (DPLR) put_sums(in.a, da), put_sums(in.b, db);
       if constexpr (Rule::channel_gates) put_sums(in.g, dg);
-      else scalars.dg = sum_over_lanes<LANES<D>>(sum_of(dg));
       if constexpr (!DPLR) {
-        scalars.dbeta = sum_over_lanes<ACROSS<D>>(scalars.dbeta);
+        scalars.dbeta = sum_over_lanes<ACROSS<D>>(scalars.dbeta), scalars.dg = sum_over_lanes<LANES<D>>(scalars.dg);
         if (coord.lane == 0) s.scalars[i][coord.head] = scalars;
       }
       if (channel == 0) in.v.put(dv, i, coord.head, column);
