@@ -32,29 +32,29 @@ __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
   const u32 V = u32(args.V), BV = u32(args.BV), channel = index / V, column = index % V;
   const int P = int(args.P);
   if (index >= size || backwards < args.only_backwards) return;
-  // The index [direction, n, segment, h] of the direction's segment number `step`.
-  const auto segment = [&](int step) {
-    return ((backwards * args.N + n) * P + (backwards ? P - 1 - step : step)) * H + h;
-  };
-  // The thread's four numbers of that segment's state, and their decay over it.
-  const auto state = [&](int step) -> float4& {
-    return *reinterpret_cast<float4*>(args.states + segment(step) * size + index);
-  };
-  const auto decay = [&](int step) {
-    return args.decays[(segment(step) * ((V + BV - 1) / BV) + column / BV) * args.K + channel];
-  };
+  // The index [direction, n, segment, h] of the direction's first segment, and the distance to the next one's.
+  const i64 first_segment = ((backwards * args.N + n) * P + (backwards ? P - 1 : 0)) * H + h,
+            next = backwards ? -i64(H) : i64(H), blocks = (V + BV - 1) / BV;  // blocks: of BV columns
+  // The thread's four numbers of the state of the direction's segment number `step`, and their decay over it.
+  float* const states = args.states + first_segment * size + index;
+  const float* const decays = args.decays + (first_segment * blocks + column / BV) * args.K + channel;
+  const i64 next_state = next * size, next_decay = next * blocks * args.K;
+  const auto state = [&](int step) -> float4& { return *reinterpret_cast<float4*>(states + step * next_state); };
+  const auto decay = [&](int step) { return decays[step * next_decay]; };
   float4 S = state(1);
   for (int first = 2; first < P; first += AHEAD) {
     float4 summaries[AHEAD];
-    float decays[AHEAD];
+    float summary_decays[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
-      if (first + i < P) summaries[i] = state(first + i), decays[i] = decay(first + i - 1);
+      if (first + i < P) summaries[i] = state(first + i), summary_decays[i] = decay(first + i - 1);
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < P) {
         const float4& x = summaries[i];
-        const auto join = [&](float S, float summary) { return S == 0.f ? summary : fmaf(decays[i], S, summary); };
+        const auto join = [&](float S, float summary) {
+          return S == 0.f ? summary : fmaf(summary_decays[i], S, summary);
+        };
         S = {join(S.x, x.x), join(S.y, x.y), join(S.z, x.z), join(S.w, x.w)};
         state(first + i) = S;
       }
