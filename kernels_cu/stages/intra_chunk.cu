@@ -22,25 +22,17 @@
 // limits    K <= BK; BK of 64, 128, 256; C a multiple of 16
 // instances both orders, BK, and T and G: float32, or T of 16 bits with G of T or float32
 // tests     test_stages, its case "positive" for pairs one by one
-#include "read_order.cuh"
-#include "decays.cuh"
-#include "gated/forward_tiles.cuh"
-#include "growth.cuh"
 #include "lanes.cuh"
-#include "ptx.cuh"
 #include "stages/copies.cuh"
-#include "tensor.cuh"
-
-constexpr int WARP_ROWS = 16;                       // tokens of a warp, whose queries are its rows of A
-constexpr int SUB_CHUNK = 8, HALF = SUB_CHUNK / 2;  // tokens of a sub-chunk, and on each side of its middle
-static_assert(SUB_CHUNK == SUBCHUNK, "score_of_pair (growth.cuh) numbers the pairs of these tokens");
+#include "stages/intra_decays.cuh"
 
 // Operands of tensor cores (fragments.cuh): Pairs<SPLIT, float, N> has N pairs a lane, each number split in two tf32.
 // LeftOf<T> and RightOf<T> (stages/copies.cuh) are split if T is float, else rounded to tf32; `load_rounded` sets
 // either kind from a tile of shared memory: a left operand from 16 rows of queries, TRANSPOSED two right ones from 16
 // rows of keys, each of 16 channels. multiply(d, left, right) is d[query, key] += their product over these channels.
-// Piece<W, X>: W numbers of type X side by side, loaded and stored at once. LEAST_DECAY: e^-20; inverse(x): 1 / x.
-// A lane has g = lane / 4 and t = lane % 4 throughout.
+// From intra_decays.cuh: WARP_ROWS = 16 tokens of a warp, SUB_CHUNK = 8; ROW<BK>: the distance of rows in shared
+// memory; WIDTH<T>: a lane's neighbouring channels, a Piece<WIDTH, T>: load, put, and decays of these for all 16
+// tokens. A lane has g = lane / 4 and t = lane % 4 throughout.
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k;
@@ -54,10 +46,6 @@ template <typename T, typename G> struct Args {
 // The warps of a block, and its rows. BK: K rounded up.
 template <int BK> constexpr int WARPS = BK > 128 ? 2 : 4;
 template <int BK> constexpr int ROWS = WARPS<BK> * WARP_ROWS;
-// The distance of rows of BK channels in floats: tensor cores' loads of pairs then touch every bank once.
-template <int BK> constexpr int ROW = BK + 8;
-// The neighbouring channels that a lane decays at a time: 4 bytes of data.
-template <typename T> constexpr int WIDTH = 4 / sizeof(T);
 
 // The block computes its rows of A for ROWS keys at a time: first for the keys of its own tokens, then for those of
 // earlier tokens, the latest first. q and k have a row for each token.
@@ -74,123 +62,6 @@ template <int BK> struct alignas(16) Shared {
   // first, when these keys are the 16 tokens right before its own; later over all tokens whose keys it has used.
   float gap_decay[WARPS<BK>][BK];
 };
-
-// Loads a lane's W channels (a Piece) of the warp's 16 tokens, from `from` on; zeros from token `rows` and channel
-// `channels` on. stride: the distance of tokens in memory; bytes: as in Args. If rows are multiples of W numbers, the
-// lane's channels all exist or none does.
-template <int W, typename X>
-__device__ __forceinline__ void load(Piece<W, X> (&x)[WARP_ROWS], const X* from, i64 stride, int rows, int channels,
-                                     int bytes) {
-  const bool aligned = bytes >= W * int(sizeof(X));
-#pragma unroll
-  for (int i = 0; i < WARP_ROWS; ++i) {
-    x[i] = {};
-    if (aligned) {
-      if (i < rows && channels > 0) x[i].load(from + i * stride);
-    } else {
-      float y[W];
-#pragma unroll
-      for (int c = 0; c < W; ++c) y[c] = i < rows && c < channels ? to_float(from[i * stride + c]) : 0.f;
-      x[i].set(y);
-    }
-  }
-}
-
-// Stores W neighbouring floats; `to` is aligned to them.
-template <int W> __device__ __forceinline__ void put(float* to, const float (&x)[W]) {
-  Piece<W, float> piece;
-  piece.set(x);
-  piece.store(to);
-}
-
-// Stores queries decayed from the middle of their sub-chunk, and keys decayed to it, for a lane's channels of the
-// warp's 16 tokens. token_decays: the tokens' decays exp g, here and below, a_m in what follows. With the middle before
-// token M:
-//   i >= M   query i times prod_{M <= m <= i} a_m (RWKV-6: m < i),   key i divided by prod_{M <= m <= i} a_m
-//   i < M    query i divided by prod_{i < m < M} a_m (RWKV-6: i <= m),   key i times prod_{i < m < M} a_m
-// The last key of a sub-chunk, and RWKV-6's first query, are divided by four decays, so by as little as e^-80. The only
-// tokens of the sub-chunk that such a key or query meets are itself and later keys. score_within replaces these
-// products, which may be infinite.
-template <class ReadOrder, int BK, int W, typename T>
-__device__ __forceinline__ void decay_about_middles(float* q, float* k, const Piece<W, T> (&queries)[WARP_ROWS],
-                                                    const Piece<W, T> (&keys)[WARP_ROWS],
-                                                    const float (&token_decays)[WARP_ROWS][W]) {
-  constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;  // a query is decayed by its own token's gate, too
-#pragma unroll
-  for (int first = 0; first < WARP_ROWS; first += HALF) {
-    const bool after = first & HALF;  // whether these 4 tokens are after the middle
-    float between[W];                 // the decay over the tokens between the middle and token i
-#pragma unroll
-    for (int c = 0; c < W; ++c) between[c] = 1.f;
-#pragma unroll
-    for (int n = 0; n < HALF; ++n) {
-      const int i = first + (after ? n : HALF - 1 - n);
-      float decayed_query[W], decayed_key[W];
-#pragma unroll
-      for (int c = 0; c < W; ++c) {
-        const float excluding_i = between[c], including_i = excluding_i * fmaxf(token_decays[i][c], LEAST_DECAY);
-        const float query = after == INCLUSIVE ? including_i : excluding_i;
-        decayed_query[c] = queries[i].get(c) * (after ? query : inverse(query));
-        decayed_key[c] = keys[i].get(c) * (after ? inverse(including_i) : excluding_i);
-        between[c] = including_i;
-      }
-      put(q + i * ROW<BK>, decayed_query);
-      put(k + i * ROW<BK>, decayed_key);
-    }
-  }
-}
-
-// Stores queries decayed from the start of their sub-chunk. Sets `sub_chunk_decays` to the decay over each sub-chunk.
-template <class ReadOrder, int BK, int W, typename T>
-__device__ __forceinline__ void decay_from_starts(float* q, const Piece<W, T> (&queries)[WARP_ROWS],
-                                                  const float (&token_decays)[WARP_ROWS][W],
-                                                  float (&sub_chunk_decays)[2][W]) {
-#pragma unroll
-  for (int sub_chunk = 0; sub_chunk < 2; ++sub_chunk) {
-#pragma unroll
-    for (int c = 0; c < W; ++c) sub_chunk_decays[sub_chunk][c] = 1.f;
-#pragma unroll
-    for (int i = SUB_CHUNK * sub_chunk; i < SUB_CHUNK * (sub_chunk + 1); ++i) {
-      float x[W];
-#pragma unroll
-      for (int c = 0; c < W; ++c) {
-        const float before = sub_chunk_decays[sub_chunk][c], after = before * token_decays[i][c];
-        x[c] = queries[i].get(c) * (ReadOrder::reads_before_write ? before : after);
-        sub_chunk_decays[sub_chunk][c] = after;
-      }
-      put(q + i * ROW<BK>, x);
-    }
-  }
-}
-
-// Stores keys decayed to the end of their group of TOKENS tokens, 8 or 16. Sets `group_decay` to the decay over the
-// first group.
-template <int TOKENS, int BK, int W, typename T>
-__device__ __forceinline__ void decay_to_ends(float* k, const Piece<W, T> (&keys)[WARP_ROWS],
-                                              const float (&token_decays)[WARP_ROWS][W], float (&group_decay)[W]) {
-#pragma unroll
-  for (int i = WARP_ROWS - 1; i >= 0; --i) {
-    float x[W];
-#pragma unroll
-    for (int c = 0; c < W; ++c) {
-      if (i % TOKENS == TOKENS - 1) group_decay[c] = 1.f;
-      x[c] = keys[i].get(c) * group_decay[c];
-      group_decay[c] *= token_decays[i][c];
-    }
-    put(k + i * ROW<BK>, x);
-  }
-}
-
-// Multiplies a lane's channels of a sub-chunk's 8 rows in shared memory by `factor`.
-template <int BK, int W> __device__ __forceinline__ void multiply_sub_chunk(float* rows, const float (&factor)[W]) {
-#pragma unroll
-  for (int i = 0; i < SUB_CHUNK; ++i) {
-    float x[W];
-#pragma unroll
-    for (int c = 0; c < W; ++c) x[c] = rows[i * ROW<BK> + c] * factor[c];
-    put(rows + i * ROW<BK>, x);
-  }
-}
 
 // Sums each of a lane's first 2 DISTANCE values over 2 DISTANCE neighbouring lanes. Lane l returns the sum of value
 // l % (2 DISTANCE). exchange_and_add_halves (lanes.cuh): two lanes that are DISTANCE apart add their 2 DISTANCE values
