@@ -437,6 +437,42 @@ def broadcast_rows(x, count, to):
 
 
 @njit(**LOOP)
+def copy_part(x, rows, columns, to):
+    """Copies the first rows and columns of x to those of to."""
+    for i in range(rows):
+        for j in range(columns):
+            to[i, j] = x[i, j]
+
+
+@njit(**LOOP)
+def decay_chunk(q, k, first, tokens, decays, half_decay, exclusive, queries, keys, keys_transposed):
+    """Fills queries and keys [tokens, K] with q times `decays` and k over `decays`, for the tokens from `first` on.
+
+    With `exclusive` a query has the decays of the token before; the first one those of no token of the chunk.
+    """
+    for t in range(tokens):
+        for i in range(q.shape[1]):
+            queries[t, i] = q[first + t, i] * decays[t, i]
+            keys[t, i] = k[first + t, i] / decays[t, i]
+            keys_transposed[i, t] = keys[t, i]
+    if exclusive:
+        for t in range(tokens - 1, -1, -1):
+            for i in range(q.shape[1]):
+                before = decays[t - 1, i] if t > 0 else float32(1) / half_decay[i]
+                queries[t, i] = q[first + t, i] * before
+
+
+@njit(**LOOP)
+def mask_scores(scores, q, k, first, tokens, u, exclusive):
+    """Sets scores with later keys to 0; with `exclusive` those with the token's own key to the bonus q u k."""
+    for t in range(tokens):
+        for s in range(t + 1 - exclusive, scores.shape[1]):
+            scores[t, s] = 0
+        for i in range(len(u)):
+            scores[t, t] += q[first + t, i] * u[i] * k[first + t, i]
+
+
+@njit(**LOOP)
 def gated_rows(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, initial, o, final, states, undone):
     """Fills o and the final states by chunks, and undone [rows] with the rows whose results must not be used.
 
@@ -464,13 +500,9 @@ def gated_rows(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, init
         for n in range(table.shape[0]):
             first, tokens = table[n, 0], table[n, 1] - table[n, 0]
             if begins[n] >= 0:
-                for i in range(K):
-                    for j in range(V):
-                        state[i, j] = initial[row, begins[n], i, j]
+                copy_part(initial[row, begins[n]], K, V, state)
             if states.shape[1] > 0:
-                for i in range(K):
-                    for j in range(V):
-                        states[row, n, i, j] = state[i, j]
+                copy_part(state, K, V, states[row, n])
             middle = min(padded_tokens // 2, tokens) - 1
             if not sum_gates_from_middle(g[row], first, tokens, middle, gate_sums) <= limit:
                 check = float32(np.nan)
@@ -480,24 +512,13 @@ def gated_rows(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, init
                 half_decay[i] = exp(g[row, first, channel] - gate_sums[0, channel])
             exponentiate_rows(gate_sums, tokens)
             broadcast_rows(gate_sums, tokens, decays)
-            for t in range(tokens):
-                for i in range(K):
-                    queries[t, i] = q[row, first + t, i] * decays[t, i]
-                    keys[t, i] = k[row, first + t, i] / decays[t, i]
-                    keys_transposed[i, t] = keys[t, i]
-                for j in range(V):
-                    values[t, j] = v[row, first + t, j]
-            if exclusive:
-                for t in range(tokens - 1, -1, -1):
-                    for i in range(K):
-                        before = decays[t - 1, i] if t > 0 else float32(1) / half_decay[i]
-                        queries[t, i] = q[row, first + t, i] * before
+            # Decayed from the middle: the scores need the decays between two tokens, which are quotients of these.
+            decay_chunk(q[row], k[row], first, tokens, decays, half_decay, exclusive, queries, keys, keys_transposed)
+            copy_part(v[row, first:], tokens, V, values)
             multiply(queries, keys_transposed, scores, K, False)
+            mask_scores(scores, q[row], k[row], first, tokens, u[row], exclusive)
+            # Decayed from the chunk's start, and to its end: for the state.
             for t in range(tokens):
-                for s in range(t + 1 - exclusive, padded_tokens):  # later keys; with `exclusive` the token's own, too
-                    scores[t, s] = 0
-                for i in range(u.shape[1]):
-                    scores[t, t] += q[row, first + t, i] * u[row, i] * k[row, first + t, i]
                 for i in range(K):
                     queries[t, i] *= half_decay[i]
                     keys[t, i] *= decays[tokens - 1, i]
@@ -512,8 +533,8 @@ def gated_rows(q, k, v, g, u, table, begins, ends, limit, scale, exclusive, init
                     state[i, j] *= half_decay[i] * decays[tokens - 1, i]
             multiply(keys.T, values, state, tokens, True)
             if ends[n] >= 0:
+                copy_part(state, K, V, final[row, ends[n]])
                 for i in range(K):
                     for j in range(V):
-                        final[row, ends[n], i, j] = state[i, j]
                         check += state[i, j] * float32(0)
         undone[row] = not check == 0
