@@ -27,7 +27,7 @@
 //           computed pair by pair (score_chunk). If one of the warp's columns is, the values of an output's own
 //           sub-chunk are added one by one (sum_one_by_one). If either is, and the positive gates over the chunk of
 //           some channel and some column of the warp sum to more than BY_CHUNK (16 nats), the warp computes the chunk
-//           token by token (by_token.cuh)
+//           token by token (forward_by_token.cuh)
 // source    Yang et al., 2024, section 4.1
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 // instances each schedule with T of bfloat16, float16, float32; gates of T or float32; PRODUCTS of 1, of float32 also 3

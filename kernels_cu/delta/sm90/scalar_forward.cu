@@ -8,7 +8,8 @@
 //           Matrices of a row for each token: W_i = scale E_i q_i - sum_j B_ij E_j k_j;  X_j = v_j - E_j S^T k_j;
 //           Z_j = beta_j sum_i N_ij L_i k_i.  With the chunk's values v:  o = W S + B v;  S <- E_32 S + Z^T X
 // shapes    q k [B, H, T, K], v o [B, HV, T, V], g beta [B, HV, T] of any strides; states [sequences, HV, K, V]
-//           float32. With P > 1, sequences in `shape` are segments, P of each sequence; starts: join_segments.cu
+//           float32. With P > 1, sequences in `shape` are segments, P of each sequence; starts [2, segments, HV, K, V]:
+//           in starts[0] the state before each segment, from join_segments.cu
 // grid      delta_hopper.py launches a block for every (sequence, value head, BV columns of V), columns fastest,
 //           sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, o and S.
@@ -61,7 +62,7 @@ template <typename T> struct Args {
   Shape shape;                      // H is the number of value heads
   const float* initial;             // null: zeros
   float* final;                     // null: no final state is wanted
-  float* starts;                    // join_segments.cu; null: sequences are not cut into segments
+  float* starts;                    // null: sequences are not cut into segments
   i64 P;                            // segments of a sequence; in `shape` segments are sequences
   i64 group;                        // value heads that share a head of queries and keys
   i64 state_k, state_v;             // the states' strides along K and V, in numbers

@@ -9,8 +9,10 @@
 //           e^FORGOTTEN_NATS, e^-48, from some chunk on to the segment's end: then F counts as 0, and G's walk starts
 //           from zeros at the last such chunk
 // shapes    k [B, H, T, K], v [B, HV, T, V], g beta [B, HV, T]; segments are sequences in `shape`; initial state
-//           [N, HV, K, V] float32; starts, F, forgets: join_segments.cu. G of a sequence's last segment, and F of its
-//           first and last one, are not needed and not computed
+//           [N, HV, K, V] float32; F [segments, HV, K, K rounded up to 4], rows padded with zeros; forgets [segments,
+//           HV]; starts [2, segments, HV, K, V]: G is stored in starts[0], as the state of the next segment, until
+//           join_segments.cu joins all. G of a sequence's last segment, and F of its first and last one, are not needed
+//           and not computed
 // grid      delta_hopper.py launches a block for every (segment, value head, BV columns of G), columns fastest, segment
 //           slowest; then the same of F. Where segments forget, the last blocks are short
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X and S.
@@ -21,7 +23,9 @@
 //           have arrived; values_full: values have arrived; then complete in shared memory: decays_ready: Gates and D;
 //           scores_ready: M; inverse_ready: N diag(beta) times decays to the chunk's end; operands_ready: Z;
 //           outputs_ready: all of the stage has been read
-// numerics  as scalar_forward.cu
+// numerics  products of T are summed in float32; k and v are used undecayed; S, X and Z are rounded to T, N is the sum
+//           of two T, and comes from substitution in float32 within 16 tokens. A decay is a product of the decays of
+//           the tokens in between, never a quotient
 // source    Yang et al., 2024, "Gated Delta Networks", eq. 10, in segments
 // limits    sm_90a; bfloat16, float16; K <= BK, K and V multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "delta/sm90/scalar_forgotten.cuh"
