@@ -52,7 +52,7 @@
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 // instances, tests  those of backward_queries.cu
 //
-// From warpgroup.cuh
+// From warpgroup.cuh and its includes
 //   Tile<X, D>          D numbers of type X of each of the chunk's tokens
 //   Values, Operand     accumulators [channel, token] of a chunk; the same numbers in 16 bits
 //   warpgroup_panels    a tile's panels of the warpgroup's channels; each_pair_of_state: calls f for numbers of a state
@@ -313,9 +313,9 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   const auto token_of = [&](int iteration) {
     return Schedule::in_turn ? 0 : ((tokens - 1) / CHUNK - iteration) * CHUNK;
   };
-  // fetch_chunk and store_chunk (warpgroup.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width[, first
-  // column, whether to add to what the array holds]). All lanes arrive at the barrier of fetch_chunk, whose phase ends
-  // when the bytes are there; store_chunk returns when the tiles may be overwritten.
+  // fetch_chunk and store_chunk (chunk_copies.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width[,
+  // first column, whether to add to what the array holds]). All lanes arrive at the barrier of fetch_chunk, whose phase
+  // ends when the bytes are there; store_chunk returns when the tiles may be overwritten.
   const auto fetch = [&](int iteration) {
     const int stage = iteration % STAGES;
     if (warp == 1) iteration += VALUE_STAGES - STAGES;  // v, do: more stages, copied earlier; `stage` may be negative

@@ -12,8 +12,8 @@
 //           decays from the middle of their sub-chunk, for pairs in one sub-chunk
 // limits    sm_90a; T of bfloat16, float16; BK and BV of 64, 128
 //
-// Names. Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, swizzled; FloatTile: a Tile of
-// float32 numbers in the order that tf32 products take; Pairs (decays.cuh): numbers of pairs of tokens
+// Names. Tile<X, D> (chunk_copies.cuh): D numbers of type X of each of the chunk's tokens, swizzled; FloatTile: a Tile
+// of float32 numbers in the order that tf32 products take; Pairs (decays.cuh): numbers of pairs of tokens
 #include "gated/sm90/backward_schedules.cuh"
 #include "gated/sm90/growth.cuh"
 #include "gated/sm90/backward_lookups.cuh"

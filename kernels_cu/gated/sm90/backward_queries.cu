@@ -54,7 +54,7 @@
 // tests     test_gradient_kernels; test_gradient_segments (joined, InTurn); test_growth_gradients (by_token);
 //           test_gate_paths (units); test_gradient_tiles (args.adds); test_compile (no spills)
 //
-// From warpgroup.cuh
+// From warpgroup.cuh and its includes
 //   Tile<X, D>          D numbers of type X of each of the chunk's tokens, in panels of PANEL<X> (128 bytes)
 //   Values, Operand     accumulators [channel, token] of a chunk; the same numbers in 16 bits
 //   warpgroup_panels    a tile's panels of the warpgroup's channels; WorkTile: batch row, head and tokens of a segment
@@ -102,7 +102,7 @@ template <typename T, typename G> struct Args {
   i64 adds;  // whether dq is added to what dq holds: its sum over the columns of V that earlier launches had
 };
 
-// One chunk. Tile<X, D> (warpgroup.cuh): the chunk's tokens, D numbers of type X each.
+// One chunk. Tile<X, D> (chunk_copies.cuh): the chunk's tokens, D numbers of type X each.
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
   Tile<T, BK> q, k;  // q is overwritten by dq
   Tile<G, BK> g;     // overwritten by query_share
@@ -132,7 +132,7 @@ static_assert(FLAGS * sizeof(float) >= 128 / 16, "a byte for each of the consume
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   const i64 K = args.shape.K, V = args.shape.V;
-  // store_chunk and fetch_chunk (warpgroup.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width). All
+  // store_chunk and fetch_chunk (chunk_copies.cuh) copy rows of a chunk for each f(tile, tensor map, rows, width). All
   // lanes arrive at the barrier of fetch_chunk, whose phase ends when the bytes are there; store_chunk returns when the
   // tiles may be overwritten.
   const auto store = [&](int iteration, const WorkTile& work, int token) {

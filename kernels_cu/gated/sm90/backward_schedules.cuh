@@ -17,7 +17,7 @@
 //                             while it computes the last ones of the one before
 // tests     test_gradient_segments; the rest of those of backward_queries.cu
 //
-// From warpgroup.cuh: WorkTile, the segment of a head: `sequence`, the segment's number in the batch; batch row and
+// From chunk_copies.cuh: WorkTile, the segment of a head: `sequence`, the segment's number in the batch; batch row and
 // head; first token `start` and number of `tokens`; sequence_head, the number as above; chunk_row, of arrays with a row
 // for every chunk: the row of its first chunk. work_tile makes it of that number
 #include "gated/sm90/decays.cuh"

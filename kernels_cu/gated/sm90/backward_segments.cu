@@ -24,7 +24,7 @@
 // instances all of both orders, both T, G of T and float32, BK and BV
 // tests     test_gradient_segments; test_growth_gradients (the second walk)
 //
-// From warpgroup.cuh
+// From warpgroup.cuh and its includes
 //   Operand             a lane's numbers of a chunk in 16 bits
 //   warpgroup_panels    the panels of a tile that have a warpgroup's 64 channels
 // From decays.cuh
@@ -132,7 +132,7 @@ __device__ __forceinline__ int copy_chunks(const Walk<T, G, BK, BV>& walk, const
                                            int first_channel, bool backwards, bool from_last) {
   constexpr int STAGES = Walk<T, G, BK, BV>::STAGES;
   const i64 K = args.shape.K, V = args.shape.V;
-  // Starts copying the walk's n-th chunk. fetch_chunk (warpgroup.cuh) copies its rows for each f(tile, tensor map,
+  // Starts copying the walk's n-th chunk. fetch_chunk (chunk_copies.cuh) copies its rows for each f(tile, tensor map,
   // rows, width, first column); all lanes arrive at the barrier, whose phase ends when the bytes are there.
   const auto fetch = [&](int n) {
     if (n >= walk.chunks) return;

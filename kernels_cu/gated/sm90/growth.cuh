@@ -21,7 +21,7 @@
 // tests     test_growth_gradients, test_growth
 //
 // From the includes:
-//   Tile<X, D> (warpgroup.cuh): D numbers of type X of each of the chunk's tokens, in swizzled panels
+//   Tile<X, D> (chunk_copies.cuh): D numbers of type X of each of the chunk's tokens, in swizzled panels
 //   LaneGates (decays.cuh): a lane's log gates, float32 ones times LOG2E; each_token_pair, token_pair_of: its pairs of
 //     tokens; LaneChunk: its numbers; Pairs, pair_at: dA; self_weight_at: RWKV-6's scale do_i . v_i
 //   IN_UNITS<G> (query_share.cuh): whether shares of chunks that do not grow always have a unit: if G is bfloat16. A
