@@ -17,7 +17,7 @@ from linattn_np import gla, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import segments
 from linattn_np.backends.cupy.gated_kernels import GatedShortBackward
-from linattn_np.declarations import GATED_DELTA_RULE, GLA, GLA_VALUE_GATE, KDA, RWKV7, SIMPLE_GLA
+from linattn_np.declarations import GATED_DELTA_RULE, GLA, GLA_VALUE_GATE, KDA, RETENTION, RWKV7, SIMPLE_GLA
 
 TOKENS = GatedShortBackward.TOKENS
 LENGTHS = (0, 1, TOKENS, 7, 0)  # of packed sequences
@@ -97,6 +97,17 @@ def test_hoppers_kernels_compute_what_they_compute_faster(hopper, rng, D, T, ini
     call = Call("gla", Case(T=T, K=D, V=D, dtype=dtype, gate="weak", initial=initial), rng)
     plan, _ = pulled(call, hopper)
     assert (planned.names(plan)[0] == "gated_short_backward") == short
+
+
+@pytest.mark.parametrize(
+    "T, K, V, initial, short",
+    [(3, 256, 512, False, True), (3, 256, 512, True, False), (TOKENS + 1, 256, 512, False, False), (3, 64, 128, False, False)],
+)
+def test_heads_of_several_tiles_under_a_shared_gate(T, K, V, initial, short):
+    arrays = [np.zeros((2, 3, T, width), BFLOAT16) for width in (K, K, V)]
+    start = np.zeros((2, 3, K, V), np.float32) if initial else None
+    problem = RETENTION.bind(arrays, gradient=True, initial_state=start)
+    assert ("gated_short_backward" in planned.names(planned.plan_of(problem, planned.Noting(90)))) == short
 
 
 @pytest.mark.parametrize("T, kernel", [(TOKENS, "gated_short_backward"), (TOKENS + 1, "gated_backward_states")])

@@ -81,6 +81,22 @@ def test_gradients(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, lengt
     assert all(same_bits(planned.host(x), planned.host(y)) for x, y in zip(found, again, strict=True))
 
 
+@pytest.mark.parametrize(
+    "lengths, P",
+    [
+        ((63110, 46010, 35576, *[300] * 964), 55),
+        ((1000,) * 967, 1),
+        ((1100,) * 400 + (900,) * 400, 2),
+        ((1 << 17, 10), 844),
+    ],
+)
+def test_a_long_sequence_among_many_is_cut(lengths, P):
+    bounds = np.cumsum([0, *lengths])
+    arrays = [np.zeros((1, 5, bounds[-1], 2), SINGLE)] * 4
+    problem = GLA.bind(arrays, cu_seqlens=bounds, gradient=True)
+    assert planned.plan_of(problem, planned.Noting(90)).tiles.get("segments", 1) == P
+
+
 @pytest.mark.pairwise(half="dtype")
 @pytest.mark.parametrize("K, V", [(1, 1), (2, 8), (3, 5)])
 @pytest.mark.parametrize("dtype", [BFLOAT16, HALF], ids=str)

@@ -74,6 +74,7 @@ COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal:
 # Heads of at most 16 channels and columns.
 SMALL_TOKENS, SMALL_TOKENS_ON_HOPPER = 1 << 15, 1 << 17  # the least B * H * T for which their own kernels are faster
 SMALL_SPARED = 128  # sequences are cut if that spares each block so many tokens: the time of the two launches it adds
+SMALL_WAVES = 32  # the most waves of segments of sequences of unequal lengths: most of these segments are empty
 
 # Forward on Hopper, `forward_cost`. In each of 70 shapes the chosen cut took at most 3 % longer than the best one.
 CUT_SMALL, CUT_LARGE = 300, 520  # the launches that a cut adds: for up to 64 channels and columns, and for more
@@ -386,10 +387,13 @@ def small_forward_cut(problem, device):
 
 
 def segments_of_small_heads(kernel, problem, device) -> int:
-    """Segments of a sequence for `kernel`, a block of which computes several heads."""
-    capacity = kernel.resident_blocks(device) * kernel.heads
-    heads, longest = problem.sizes["N"] * problem.sizes["H"], problem.spans.longest
-    return segments_that_fill(heads, longest, capacity, SMALL_SPARED, kernel.SEGMENT)
+    """Segments of a sequence for `kernel`, a block of which computes several heads: as many as fill the card once; or
+    SMALL_WAVES times, if sequences are so unequal that blocks then end in less than half of the time."""
+    capacity, longest = kernel.resident_blocks(device) * kernel.heads, problem.spans.longest
+    (B, N, H, T), shortest = problem.shape("B N H T"), kernel.SEGMENT
+    once = segments_that_fill(N * H, longest, capacity, SMALL_SPARED, shortest)
+    often = segments_that_fill(N * H, longest, SMALL_WAVES * capacity, SMALL_SPARED, shortest)
+    return often if 2 * (B * H * T / capacity + longest / often) < longest / once else once
 
 
 def portable_forward_cut(problem, device):
@@ -803,7 +807,9 @@ def scalar_forward_cut(problem, device) -> ForwardCut | None:
 def scalar_backward_cut(problem, device, summarised=False) -> BackwardCut:
     """How the pullback is computed for a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is, or (the way
     PORTABLE) by the kernels for gates of every channel. `summarised`: whether the segments are summarised already."""
-    arrays = [problem[name] for name in "qkv"]
+    arrays, short = [problem[name] for name in "qkv"], takes_short_backward(problem, TILES[-1])
+    if short and not fits_a_tile(problem) and problem.initial_state is None:  # a launch instead of one for each tile
+        return BackwardCut(PORTABLE, device)
     if has_own_gates(problem) and takes_small_heads(problem, device):
         return BackwardCut(PORTABLE, device)
     if problem.dtype == BFLOAT16 and segments_of_tiles(problem, device, arrays, shared=True).count:
