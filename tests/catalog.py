@@ -69,7 +69,8 @@ def on_every_card():
         for cls, size in product(
             (gated.GatedSmallForward, gated.GatedSmallStates, gated.GatedSmallBackward), gated.SMALL_SIZES
         ):
-            yield cls(order, T, G, size)
+            for gates_columns in (False, True) if order == "AfterWrite" else (False,):
+                yield cls(order, T, G, size, gates_columns)
         yield gated.GatedShortBackward(order, T, G)
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)

@@ -218,7 +218,7 @@ def small_heads(rng, run):
     least = segments.SMALL_TOKENS, segments.SMALL_TOKENS_ON_HOPPER
     segments.SMALL_TOKENS = segments.SMALL_TOKENS_ON_HOPPER = 0
     try:
-        for op, declared in DECLARED:
+        for op, declared in (*DECLARED, (gla, GLA_VALUE_GATE)):
             for sizes, dtype, gate, gate_dtype, keywords in SMALL_HEADS:
                 arrays, (state,) = drawn(declared, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
                 yield run(op, *arrays, **keywords, initial_state=state, output_final_state=True)

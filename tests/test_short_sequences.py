@@ -101,7 +101,12 @@ def test_hoppers_kernels_compute_what_they_compute_faster(hopper, rng, D, T, ini
 
 @pytest.mark.parametrize(
     "T, K, V, initial, short",
-    [(3, 256, 512, False, True), (3, 256, 512, True, False), (TOKENS + 1, 256, 512, False, False), (3, 64, 128, False, False)],
+    [
+        (3, 256, 512, False, True),
+        (3, 256, 512, True, False),
+        (TOKENS + 1, 256, 512, False, False),
+        (3, 64, 128, False, False),
+    ],
 )
 def test_heads_of_several_tiles_under_a_shared_gate(T, K, V, initial, short):
     arrays = [np.zeros((2, 3, T, width), BFLOAT16) for width in (K, K, V)]

@@ -6,11 +6,13 @@ import pytest
 from planned import results
 from reference import assert_close, assert_results, draw, exact_vjp, same_bits
 from test_gradient_kernels import Call, Case
+from test_value_gate import Case as ValueGateCase
+from test_value_gate import computed, pulled_back
 
 from linattn_np import OPS
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import segments
-from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
+from linattn_np.declarations import GLA, GLA_VALUE_GATE, RWKV6, SIMPLE_GLA
 
 SINGLE, HALF = np.dtype(np.float32), np.dtype(np.float16)
 BOUNDS = (0, 0, 5, 105, 138, 138, 212)
@@ -78,6 +80,43 @@ def test_gradients(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, lengt
     found, first = planned.pull(problem, device, do[0], final)
     call.assert_close("small", [planned.host(x) for x in (*found, *first)], call.exact[1])
     again, _ = planned.pull(problem, device, do[0], final)
+    assert all(same_bits(planned.host(x), planned.host(y)) for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("P", [1, 2, 5])
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "regimes", [("trained", "weak"), ("some-inf", "spikes-40"), ("by_channel", "some-inf"), ("weak", "positive")]
+)
+@pytest.mark.parametrize("H", [1, 3, 17])
+@pytest.mark.parametrize("K, V", [(8, 8), (16, 16), (5, 4), (4, 12), (13, 8), (1, 1), (7, 7)])
+@pytest.mark.parametrize(
+    "dtype, gates",
+    [(SINGLE, (None, None)), (HALF, (SINGLE, SINGLE)), (BFLOAT16, (None, None)), (BFLOAT16, (None, SINGLE))],
+)
+def test_gates_of_columns(device, rng, cut, dtype, gates, K, V, H, regimes, bounds, P):
+    cut(P)
+    case = ValueGateCase(H=H, T=212, K=K, V=V, dtype=dtype, gates=gates, regimes=regimes, bounds=bounds)
+    arrays, (start, dht) = case.drawn(rng)
+    do = rng.standard_normal(arrays[2].shape).astype(dtype)
+    given, do_, dht_ = [device.upload(x) for x in arrays], device.upload(do), (device.upload(dht),)
+    options = {"initial_state": device.upload(start), "cu_seqlens": bounds}
+    problem = GLA_VALUE_GATE.bind(given, output_final_state=True, gradient=True, **options)
+    plans = (
+        planned.plan_of(problem.replace(gradient=False), device),
+        planned.plan_of_pullback(problem, device, do_, dht_),
+    )
+    for plan, kernel in zip(plans, ("gated_small_forward", "gated_small_backward"), strict=True):
+        assert kernel in planned.names(plan) and plan.tiles.get("segments", 1) == P
+    o, final = planned.run(problem, device)
+    found, first = planned.pull(problem, device, do_, dht_)
+    results_ = zip(("o", "state"), (o, *final), computed(case, arrays, start, None), strict=True)
+    gradients, dh0 = pulled_back(case, arrays, start, None, do, dht)
+    pulled = zip(("dq", "dk", "dv", "dg", "dgv", "dh0"), (*found, *first), (*gradients, dh0), strict=True)
+    for name, x, exact in (*results_, *pulled):
+        assert_close(name, planned.host(x), exact, dtype, factor=10)
+    again, _ = planned.pull(problem, device, do_, dht_)
     assert all(same_bits(planned.host(x), planned.host(y)) for x, y in zip(found, again, strict=True))
 
 

@@ -11,7 +11,7 @@ from test_growth import KINDS, LIMITS
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, explain, gla, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
-from linattn_np.backends.cupy import gated_backward
+from linattn_np.backends.cupy import gated_backward, segments
 from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.layouts import swap_heads
 
@@ -288,9 +288,13 @@ def cancelling(q, k, v, g, gv, do):
 @pytest.mark.parametrize("side", ("g", "gv"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("T", [70, 13])
-def test_growth_on_either_side(device, rng, T, dtype, side, kind):
-    """Beside resets: each number is held to the size of what it is a sum of, as in test_growth."""
-    case = Case(T=T, K=20, V=24, dtype=dtype, regimes=("weak", "weak"))
+@pytest.mark.parametrize("K, V, P", [(20, 24, 0), (5, 12, 1), (8, 4, 3)])
+def test_growth_on_either_side(device, rng, monkeypatch, K, V, P, T, dtype, side, kind):
+    """Beside resets: each number is held to the size of what it is a sum of, as in test_growth. P: the segments of
+    sequences of small heads."""
+    monkeypatch.setattr(segments, "SMALL_TOKENS", 0)
+    monkeypatch.setattr(segments, "segments_of_small_heads", lambda *sizes: P)
+    case = Case(T=T, K=K, V=V, dtype=dtype, regimes=("weak", "weak"))
     arrays, (start, dht) = case.drawn(rng)
     grown = list(GLA_VALUE_GATE.arrays).index(side)
     arrays[grown] = KINDS[kind](rng, arrays[grown].shape, 60.0).astype(dtype)

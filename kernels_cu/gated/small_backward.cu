@@ -1,4 +1,4 @@
-// what      GLA and RWKV-6 backward with heads of at most 16 channels and columns.
+// what      GLA and RWKV-6 backward with heads of at most 16 channels and columns; GLA also with a gate of columns.
 // math      S_t = diag(a_t) S_{t-1} + k_t v_t^T, a_t = exp g_t; dS_t is the gradient of S_t, w_t = scale do_t . v_t
 //           GLA     dS_{t-1} = diag(a_t) dS_t + scale q_{t-1} do_{t-1}^T;  dq_t = scale S_t do_t
 //           RWKV-6  dS_{t-1} = diag(a_t) dS_t + scale q_t do_t^T;  dq_t = scale S_{t-1} do_t + w_t u k_t
@@ -16,17 +16,20 @@
 //           has been read. Backwards four: the step and its stored state have been copied | decays are in shared
 //           memory | the stored state has been read, which dv overwrites | gradients are in shared memory, and the step
 //           has been read
-// numerics  float32 throughout; the gates' gradient is a sum without subtractions
+// numerics  float32 throughout; the gates' gradient is a sum without subtractions. With gv and a gate above 0 the decay
+//           is exp(g + gv): exp g or exp gv alone may overflow
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    K, V <= D; D of 8, 16
-// instances both orders, D, and T and G: float32, or T of 16 bits with G of T or float32
-// tests     test_small_heads, test_gradient_kernels
+// instances both orders, D, and T and G: float32, or T of 16 bits with G of T or float32; GLA with gv (GATED)
+// tests     test_small_heads, test_gradient_kernels; with gv test_value_gate
 //
 // Names (small_heads.cuh). A step is STEP = 8 tokens. Tile: a step's rows of all heads of a warp; load_row and `put`
 // read and write a row of one head as floats. LaneCoord: a lane's head and its number in it; Work: that head's tokens,
 // and n, the number of its sequence or segment over the batch, -1 if the lane has no head. shape.count: sequences, or
 // segments, of a batch row. HEADS: heads of a warp; largest_of_warp: the most tokens of a head. fetch and store copy a
-// lane's pieces of a step; lane_rows: where they are in memory; put_decays: exp of the gates that a lane has copied.
+// lane's pieces of a step; lane_rows: where they are in memory; put_decays: exp of the gates that a lane has copied, or
+// these gates; grows: whether a gate of the warp's step is above 0; with_next_number: calls a function with that of the
+// next number of a state.
 // opaque(x): x, its origin hidden from the compiler, so that what depends on it is computed again
 #include "gated/small_heads.cuh"
 #include "lanes.cuh"
@@ -43,14 +46,17 @@ template <typename T, typename G> struct Args {
   float *dh0, *step_states, *partial_du;  // dh0 and partial_du null: not wanted
   Shape shape;
   double scale;
-  i64 P;      // segments of a sequence
-  i64 bytes;  // the largest of 16, 8, 4 and 2 that divides the start and the length of all rows
+  i64 P;                    // segments of a sequence
+  i64 bytes;                // the largest of 16, 8, 4 and 2 that divides the start and the length of all rows
+  StridedRows<const G> gv;  // this and dgv: null unless GATED
+  StridedRows<G> dgv;
 };
 
 template <int D> constexpr int LANES = D * D / NUMBERS;  // lanes of a head
 static_assert(LANES<8> * 8 == 32 && LANES<16> * 2 == 32, "a warp has whole heads");
 
-template <typename T, typename G, int D> struct Stage {
+// The base's tile gv is overwritten by dgv.
+template <typename T, typename G, int D, bool GATED> struct Stage : ColumnGates<Tile<G, D, LANES<D>>, GATED> {
   Tile<T, D, LANES<D>> q, k;  // overwritten by dq and dk
   Tile<T, D, LANES<D>> v, do_;
   Tile<G, D, LANES<D>> g;  // overwritten by dg
@@ -59,9 +65,9 @@ template <typename T, typename G, int D> struct Stage {
     Tile<T, D, LANES<D>> dv;              // overwrites `step_states`
   };
 };
-template <typename T, typename G, int D> struct Shared {
-  struct Warp {
-    Stage<T, G, D> stages[2];
+template <typename T, typename G, int D, bool GATED> struct Shared {
+  struct Warp : ColumnGates<Tile<float, D, LANES<D>>, GATED> {  // its gv: decays of columns
+    Stage<T, G, D, GATED> stages[2];
     Tile<float, D, LANES<D>> decays;
   } warps[WARPS];
 };
@@ -76,17 +82,19 @@ template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&
   }
 }
 
-// A lane's gradients of a token, in its rows of the state; dv without the rows of other lanes.
+// A lane's gradients of a token, in its rows of the state; dv and dgv without the rows of other lanes.
 template <int ROWS, int D> struct TokenGradients {
-  float dq[ROWS] = {}, dk[ROWS] = {}, dg[ROWS] = {}, dv[D];
+  float dq[ROWS] = {}, dk[ROWS] = {}, dg[ROWS] = {}, dv[D], dgv[D] = {};
 };
 // Computes them from S, the state before the token, and dS, the gradient of the state after it by later tokens, which
-// becomes that of the state before it. a: the token's decays. Adds the token's term to du.
-template <bool BEFORE, int ROWS, int D>
+// becomes that of the state before it. a, b: the token's decays of channels and columns, as next_number takes them
+// (with_next_number). Adds the token's term to du.
+template <bool BEFORE, bool GATED, int ROWS, int D, class Next>
 __device__ __forceinline__ void set_gradients(TokenGradients<ROWS, D>& x, const float (&q)[ROWS],
                                               const float (&k)[ROWS], const float (&a)[ROWS], const float (&v)[D],
-                                              const float (&do_)[D], const float (&S)[ROWS][D], float (&dS)[ROWS][D],
-                                              const float (&u)[ROWS], float (&du)[ROWS], float scale) {
+                                              const float (&do_)[D], const float (&b)[D], const float (&S)[ROWS][D],
+                                              float (&dS)[ROWS][D], const float (&u)[ROWS], float (&du)[ROWS],
+                                              float scale, Next next_number) {
   float self_weight = 0.f;  // scale do_t . v_t
 #pragma unroll
   for (int column = 0; column < D; ++column) self_weight = fmaf(v[column], do_[column], self_weight);
@@ -102,14 +110,16 @@ __device__ __forceinline__ void set_gradients(TokenGradients<ROWS, D>& x, const 
 #pragma unroll
     for (int column = 0; column < D; ++column) {
       const float dS_after = BEFORE ? dS[c][column] : fmaf(scaled_q, do_[column], dS[c][column]);
-      x.dq[c] = fmaf(S[c][column], do_[column], x.dq[c]);
+      const float read = GATED ? next_number(S[c][column], a[c], b[column], 0.f) : S[c][column];
+      x.dq[c] = fmaf(read, do_[column], x.dq[c]);
       x.dk[c] = fmaf(dS_after, v[column], x.dk[c]);
       x.dv[column] = fmaf(k[c], dS_after, x.dv[column]);
-      const float decayed = a[c] * dS_after;
+      const float decayed = next_number(dS_after, a[c], b[column], 0.f);
       x.dg[c] = fmaf(S[c][column], decayed, x.dg[c]);
+      if (GATED) x.dgv[column] = fmaf(S[c][column], decayed, x.dgv[column]);
       dS[c][column] = BEFORE ? fmaf(scaled_q, do_[column], decayed) : decayed;
     }
-    x.dq[c] = fmaf(BEFORE ? scale : scale * a[c], x.dq[c], self_weight * u[c] * k[c]);
+    x.dq[c] = fmaf(BEFORE || GATED ? scale : scale * a[c], x.dq[c], self_weight * u[c] * k[c]);
     if (BEFORE) {
       x.dk[c] = fmaf(self_weight * u[c], q[c], x.dk[c]);
       du[c] = fmaf(self_weight * q[c], k[c], du[c]);
@@ -117,15 +127,15 @@ __device__ __forceinline__ void set_gradients(TokenGradients<ROWS, D>& x, const 
   }
 }
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: that of g and
-// dg.
-template <class ReadOrder, typename T, typename G, int D>
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: that of g,
+// gv, dg and dgv. GATED: whether columns have gates gv, too.
+template <class ReadOrder, typename T, typename G, int D, bool GATED>
 __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args<T, G> args) {
   constexpr int ROWS = NUMBERS / D, LANE_COLUMNS = D / LANES<D>;  // of a lane: channels of the state, columns of dv
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   using Inputs = Tile<T, D, LANES<D>>;
   const int warp = threadIdx.x >> 5;
-  auto& s = reinterpret_cast<Shared<T, G, D>*>(dynamic_smem())->warps[warp];
+  auto& s = reinterpret_cast<Shared<T, G, D, GATED>*>(dynamic_smem())->warps[warp];
   const Shape& shape = args.shape;
   const LaneCoord<LANES<D>> coord;
   const Work work = work_of(shape, (blockIdx.x * WARPS + warp) * Inputs::HEADS + coord.head);
@@ -157,11 +167,12 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     fetch(to, lane_rows(to, rows, work, coord.lane), coord.head, coord.lane, token, work.tokens - token, width, bytes);
   };
   // Starts copying k, v and g, which the walk forwards needs, of the step that starts at `token`.
-  const auto fetch_keys = [&](Stage<T, G, D>& to, int token) {
+  const auto fetch_keys = [&](Stage<T, G, D, GATED>& to, int token) {
     fetch_rows(to.k, args.k, token, K), fetch_rows(to.v, args.v, token, V), fetch_rows(to.g, args.g, token, K);
+    if constexpr (GATED) fetch_rows(to.gv, args.gv, token, V);
   };
   // Starts copying all inputs of the step, and the state stored before it; closes the group of copies.
-  const auto fetch_all = [&](Stage<T, G, D>& to, int token) {
+  const auto fetch_all = [&](Stage<T, G, D, GATED>& to, int token) {
     fetch_keys(to, token);
     fetch_rows(to.q, args.q, token, K), fetch_rows(to.do_, args.do_, token, V);
 #pragma unroll
@@ -169,15 +180,27 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       cp_async<16>(&to.step_states[n][threadIdx.x & 31], state_at(token) + n * LANES<D>, token < work.tokens);
     cp_async_commit();
   };
+  // Stores the step's decays, or its gates if they grow; returns whether they do.
+  const auto put_all_decays = [&](const Stage<T, G, D, GATED>& in) {
+    const bool growing = grows<GATED>(in, coord.head, coord.lane);
+    put_decays(s.decays, in.g, coord.head, coord.lane, growing);
+    if constexpr (GATED) put_decays(s.gv, in.gv, coord.head, coord.lane, growing);
+    return growing;
+  };
+  // Loads the decays of token i of the step.
+  const auto load_decays = [&](float (&a)[ROWS], float (&b)[D], int i) {
+    s.decays.load_row(a, i, coord.head, channel);
+    if constexpr (GATED) s.gv.load_row(b, i, coord.head);
+  };
   // Computes the state after token i of the step from the state before it.
-  const auto next_state = [&](State& after, const State& before, const Stage<T, G, D>& in, int i) {
-    float k[ROWS], a[ROWS], v[D];
-    in.k.load_row(k, i, coord.head, channel), s.decays.load_row(a, i, coord.head, channel),
-        in.v.load_row(v, i, coord.head);
+  const auto next_state = [&](State& after, const State& before, const Stage<T, G, D, GATED>& in, int i,
+                              auto next_number) {
+    float k[ROWS], a[ROWS], v[D], b[D] = {};
+    in.k.load_row(k, i, coord.head, channel), in.v.load_row(v, i, coord.head), load_decays(a, b, i);
 #pragma unroll
     for (int c = 0; c < ROWS; ++c)
 #pragma unroll
-      for (int x = 0; x < D; ++x) after[c][x] = fmaf(a[c], before[c][x], k[c] * v[x]);
+      for (int x = 0; x < D; ++x) after[c][x] = next_number(before[c][x], a[c], b[x], k[c] * v[x]);
   };
 
   const int longest = largest_of_warp<LANES<D>>(work.tokens), last_step = (longest - 1) / STEP * STEP;
@@ -188,7 +211,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
     cp_async_commit();
 #pragma unroll 1
     for (int token = 0, stage = 0; token <= last_step; token += STEP, stage ^= 1) {
-      const Stage<T, G, D>& in = s.stages[stage];
+      const Stage<T, G, D, GATED>& in = s.stages[stage];
       if (token < work.tokens) {
         float4* to = state_at(token);
 #pragma unroll
@@ -200,15 +223,17 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       if (token == last_step) break;
       cp_async_wait<0>();
       __syncwarp();  // all lanes have copied the step
-      put_decays(s.decays, in.g, coord.head, coord.lane);
+      const bool growing = put_all_decays(in);
       __syncwarp();  // the decays are in shared memory
       if (token + STEP < last_step) {
         fetch_keys(s.stages[stage ^ 1], token + STEP);
         cp_async_commit();
       }
+      with_next_number<GATED>(growing, [&](auto next_number) {
 #pragma unroll
-      for (int i = 0; i < STEP; ++i) next_state(S, S, in, i);  // in place: each number depends on itself only
-      __syncwarp();                                            // the step has been read: its stage may be filled again
+        for (int i = 0; i < STEP; ++i) next_state(S, S, in, i, next_number);  // each number depends on itself only
+      });
+      __syncwarp();  // the step has been read: its stage may be filled again
     }
     cp_async_wait<0>();
     __syncwarp();  // all lanes' copies have ended: the stage of the last step may be filled
@@ -222,10 +247,10 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
   for (int c = 0; c < ROWS; ++c) u[c] = BEFORE && channel + c < K ? args.u[work.h * K + channel + c] : 1.f;
 #pragma unroll 1
   for (int token = last_step; longest && token >= 0; token -= STEP) {
-    Stage<T, G, D>& in = s.stages[token / STEP % 2];
+    Stage<T, G, D, GATED>& in = s.stages[token / STEP % 2];
     cp_async_wait<0>();
     __syncwarp();  // all lanes have copied the step
-    put_decays(s.decays, in.g, coord.head, coord.lane);
+    const bool growing = put_all_decays(in);
     __syncwarp();  // the decays are in shared memory
     if (token) fetch_all(s.stages[token / STEP % 2 ^ 1], token - STEP);
     State S[STEP];  // before each token
@@ -235,24 +260,31 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
       float* to = &S[0][4 * n / D][4 * n % D];
       to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
+    with_next_number<GATED>(growing, [&](auto next_number) {
 #pragma unroll
-    for (int i = 0; i + 1 < STEP; ++i) next_state(S[i + 1], S[i], in, i);
-    __syncwarp();  // the stored state has been read, which dv overwrites
+      for (int i = 0; i + 1 < STEP; ++i) next_state(S[i + 1], S[i], in, i, next_number);
+      __syncwarp();  // the stored state has been read, which dv overwrites
 #pragma unroll
-    for (int i = STEP - 1; i >= 0; --i) {
-      float q[ROWS], k[ROWS], a[ROWS], v[D], do_[D];
-      in.q.load_row(q, i, coord.head, channel), in.k.load_row(k, i, coord.head, channel),
-          s.decays.load_row(a, i, coord.head, channel);
-      in.v.load_row(v, i, coord.head), in.do_.load_row(do_, i, coord.head);
-      TokenGradients<ROWS, D> gradients;
-      set_gradients<BEFORE>(gradients, q, k, a, v, do_, S[i], dS, u, du, scale);
-      sum_rows<LANES<D> / 2>(gradients.dv, coord.lane);
-      float lane_dv[LANE_COLUMNS];
+      for (int i = STEP - 1; i >= 0; --i) {
+        float q[ROWS], k[ROWS], a[ROWS], v[D], do_[D], b[D] = {};
+        in.q.load_row(q, i, coord.head, channel), in.k.load_row(k, i, coord.head, channel), load_decays(a, b, i);
+        in.v.load_row(v, i, coord.head), in.do_.load_row(do_, i, coord.head);
+        TokenGradients<ROWS, D> gradients;
+        set_gradients<BEFORE, GATED>(gradients, q, k, a, v, do_, b, S[i], dS, u, du, scale, next_number);
+        in.q.put(gradients.dq, i, coord.head, channel), in.k.put(gradients.dk, i, coord.head, channel);
+        in.g.put(gradients.dg, i, coord.head, channel);
+        // Stores this lane's columns of x, summed over the lanes of the head.
+        const auto put_columns = [&](auto& to, float (&x)[D]) {
+          sum_rows<LANES<D> / 2>(x, coord.lane);
+          float own[LANE_COLUMNS];
 #pragma unroll
-      for (int x = 0; x < LANE_COLUMNS; ++x) lane_dv[x] = gradients.dv[x];
-      in.q.put(gradients.dq, i, coord.head, channel), in.k.put(gradients.dk, i, coord.head, channel);
-      in.g.put(gradients.dg, i, coord.head, channel), in.dv.put(lane_dv, i, coord.head, LANE_COLUMNS * coord.lane);
-    }
+          for (int n = 0; n < LANE_COLUMNS; ++n) own[n] = x[n];
+          to.put(own, i, coord.head, LANE_COLUMNS * coord.lane);
+        };
+        put_columns(in.dv, gradients.dv);
+        if constexpr (GATED) put_columns(in.gv, gradients.dgv);
+      }
+    });
     __syncwarp();  // the gradients are in shared memory; the step has been read
     const auto put = [&](const auto& tile, const auto& rows, int width) {
       const LaneCoord<LANES<D>> coord(opaque(threadIdx.x));
@@ -260,6 +292,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
             bytes);
     };
     put(in.q, args.dq, K), put(in.k, args.dk, K), put(in.g, args.dg, K), put(in.dv, args.dv, V);
+    if constexpr (GATED) put(in.gv, args.dgv, V);
   }
   if (args.dh0 && work.n % args.P == 0)
     each_number(dS, work.n / args.P, [&](float& x, i64 place) { args.dh0[place] = x; });

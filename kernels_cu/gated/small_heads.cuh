@@ -56,6 +56,12 @@ template <typename E, int D, int LANES, int TOKENS = STEP> struct alignas(16) Ti
   }
 };
 
+// The base of a stage: its tile of gates of columns, if there are any.
+template <class Tile, bool GATED> struct ColumnGates {
+  Tile gv;
+};
+template <class Tile> struct ColumnGates<Tile, false> {};
+
 // Which of the warp's 32 / LANES heads a lane has, and the lane's number among the LANES lanes of that head. In all
 // functions below `head` and `lane` are these.
 template <int LANES> struct LaneCoord {
@@ -212,9 +218,9 @@ __device__ __forceinline__ void store(const Tile& tile, LaneRows<E> rows, int he
   }
 }
 
-// Stores in `decays` exp of the log gates in the tile `gates`: those of the lane's pieces.
-template <class Gates, class Decays>
-__device__ __forceinline__ void put_decays(Decays& decays, const Gates& gates, int head, int lane) {
+// Calls f(token, column, four log gates from this column on) for the lane's pieces of the tile `gates`.
+template <class Gates, class F>
+__device__ __forceinline__ void each_four_gates(const Gates& gates, int head, int lane, F f) {
   constexpr int PIECE = Gates::PIECE;
   const int down = lane / Gates::PIECES, column = lane % Gates::PIECES * PIECE;
 #pragma unroll
@@ -223,9 +229,34 @@ __device__ __forceinline__ void put_decays(Decays& decays, const Gates& gates, i
     float x[PIECE];
     gates.load_row(x, token, head, column);
 #pragma unroll
-    for (int i = 0; i < PIECE; i += 4) {
-      const float four[4] = {decay_of(x[i]), decay_of(x[i + 1]), decay_of(x[i + 2]), decay_of(x[i + 3])};
-      decays.put(four, token, head, column + i);
-    }
+    for (int i = 0; i < PIECE; i += 4) f(token, column + i, float4{x[i], x[i + 1], x[i + 2], x[i + 3]});
   }
+}
+// Stores in `decays` exp of the log gates in the tile `gates`, or the gates themselves if `as_gates`: those of the
+// lane's pieces.
+template <class Gates, class Decays>
+__device__ __forceinline__ void put_decays(Decays& decays, const Gates& gates, int head, int lane,
+                                           bool as_gates = false) {
+  each_four_gates(gates, head, lane, [&](int token, int column, float4 x) {
+    if (!as_gates) x = {decay_of(x.x), decay_of(x.y), decay_of(x.z), decay_of(x.w)};
+    const float four[4] = {x.x, x.y, x.z, x.w};
+    decays.put(four, token, head, column);
+  });
+}
+// Whether a gate of a warp's step is above 0, of channels or of columns; only if GATED. All lanes call it together.
+template <bool GATED, class Stage> __device__ __forceinline__ bool grows(const Stage& step, int head, int lane) {
+  bool above = false;
+  if constexpr (GATED) {
+    const auto look = [&](int, int, float4 x) { above = above || fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)) > 0.f; };
+    each_four_gates(step.g, head, lane, look), each_four_gates(step.gv, head, lane, look);
+    above = __any_sync(0xffffffffu, above);
+  }
+  return above;
+}
+// Calls f(next). next(x, a, b, kv): a number of a state after a token, from the number x before it, the decays of its
+// channel and of its column (unless GATED there is no b), and k v. If `growing` a and b are gates: e^ of their sum may
+// be in float32's range, and e^ of each alone not.
+template <bool GATED, class F> __device__ __forceinline__ void with_next_number(bool growing, F f) {
+  if (GATED && growing) f([](float x, float g, float gv, float kv) { return grown(x, g + gv) + kv; });
+  else f([](float x, float a, float b, float kv) { return fmaf(GATED ? a * b : a, x, kv); });
 }

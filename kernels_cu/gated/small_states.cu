@@ -2,27 +2,31 @@
 //           S after a segment if the state before it is zero, and the segment's decay. For the backward pass also dS,
 //           the gradient of the state before a segment if the gradient of the state after it is zero.
 // math      S <- diag(exp g_t) S + k_t v_t^T;   backwards in time dS <- diag(exp g_t) (dS + scale q_t do_t^T)  (RWKV-6:
-//           diag(exp g_t) dS + scale q_t do_t^T);   decay: exp g_t, multiplied over the segment's tokens
-// shapes    q k g [B, H, T, K], v do [B, H, T, V], initial, dht [N, H, K, V] float32.
+//           diag(exp g_t) dS + scale q_t do_t^T);   decay: exp g_t, multiplied over the segment's tokens. With gv
+//           (exp g_t exp gv_t^T) * S, * number by number, in place of diag(exp g_t) S, and decays are logarithms
+// shapes    q k g [B, H, T, K], v do gv [B, H, T, V], initial, dht [N, H, K, V] float32.
 //           Forward pass (`both` is 0): states [N P, H, K, V] and decays [N P, H, 2, K] float32, read by
-//           scan_segments.cu, which multiplies both rows of decays: the second row is 1 here.
-//           Backward pass: states [2, N P, H, K, V] and decays [2, N P, H, K], read by scan_both_ways.cu; index 0 is
-//           forwards in time, 1 backwards. In each direction a segment's decay has the segment's own index, but its
-//           state (or dS) has the index of the next segment in that direction, which starts from it. The first segment
-//           has `initial` (or dht) at its index and starts from it; of the last one nothing is computed
+//           scan_segments.cu, which multiplies both rows of decays: the second row is 1 here; with gv it adds them, and
+//           the second row is 0. With gv also column_decays [N P, H, V].
+//           Backward pass: states [2, N P, H, K, V], decays [2, N P, H, K] and column_decays [2, N P, H, V], read by
+//           scan_both_ways.cu; index 0 is forwards in time, 1 backwards. In each direction a segment's decay has the
+//           segment's own index, but its state (or dS) has the index of the next segment in that direction, which
+//           starts from it. The first segment has `initial` (or dht) at its index and starts from it; of the last one
+//           nothing is computed
 // grid      a warp for every 64 / D heads of all computed segments, directions slowest; a lane has two columns of a
 //           head's state
 // smem      for each warp: two stages, each of a step of 8 tokens; the decays of one step
 // barriers  of warps, three a step: the step has been copied | its decays are in shared memory | it has been read
-// numerics  float32 throughout
+// numerics  float32 throughout. With gv and a gate above 0 the decay is exp(g + gv): exp g or exp gv alone may overflow
 // source    Yang et al., 2024, eq. 3; Blelloch, 1990, section 1.4.1
-// limits    K, V <= D; D of 8, 16
+// limits    K, V <= D; D of 8, 16; gv with AfterWrite
 //
 // Names (small_heads.cuh). Tile: a step's rows of all heads of a warp; load_row reads a row of one head as floats.
 // LaneCoord: a lane's head and its number in it; Work: that head's tokens, and n, the number of its segment over the
 // batch, -1 if the lane has no head; shape.count: segments of a batch row; HEADS: heads of a warp; largest_of_warp: the
 // most tokens of a head. fetch copies a lane's pieces of a step; lane_rows: where they are in memory; put_decays: exp
-// of the gates that a lane has copied
+// of the gates that a lane has copied, or these gates; grows: whether a gate of the warp's step is above 0;
+// with_next_number: calls a function with that of the next number of a state
 #include "gated/small_heads.cuh"
 
 constexpr int WARPS = 4;  // of a block: each has heads and shared memory of its own
@@ -34,14 +38,16 @@ template <typename T, typename G> struct Args {
   float *states, *decays;
   Shape shape;
   double scale;
-  i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
-  i64 both;                // whether both directions in time are computed, of all segments
-  i64 bytes;               // of a copy: the largest of 16, 8, 4 and 2 that divides every row's address and length
+  i64 segments, computed;   // segments of a sequence, and how many of them, from the first on, are computed
+  i64 both;                 // whether both directions in time are computed, of all segments
+  i64 bytes;                // of a copy: the largest of 16, 8, 4 and 2 that divides every row's address and length
+  StridedRows<const G> gv;  // this and column_decays: null unless GATED
+  float* column_decays;
 };
 
-template <typename T, typename G, int D> struct Shared {
+template <typename T, typename G, int D, bool GATED> struct Shared {
   struct Warp {
-    struct Stage {
+    struct Stage : ColumnGates<Tile<G, D, D / 2>, GATED> {
       Tile<T, D, D / 2> keys, values;  // k and v, or backwards q and do: the factors of what is added to S
       Tile<G, D, D / 2> g;
     } stages[2];
@@ -49,16 +55,17 @@ template <typename T, typename G, int D> struct Shared {
   } warps[WARPS];
 };
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: that of g. The
-// launch bounds: the blocks that share a multiprocessor's registers: fewer where a thread needs more registers, that is
-// for heads of 16 and for float32 gates. The host counts on them (GatedSmall.blocks_per_multiprocessor).
-template <class ReadOrder, typename T, typename G, int D>
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, v and do; G: that of g and
+// gv. GATED: whether columns have gates gv, too. The launch bounds: the blocks that share a multiprocessor's registers:
+// fewer where a thread needs more registers, that is for heads of 16 and for float32 gates. The host counts on them
+// (GatedSmall.blocks_per_multiprocessor).
+template <class ReadOrder, typename T, typename G, int D, bool GATED>
 __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 3)
     gated_small_states(const Args<T, G> args) {
   constexpr int LANES = D / 2;
   using Inputs = Tile<T, D, LANES>;
   const int warp = threadIdx.x >> 5;
-  auto& s = reinterpret_cast<Shared<T, G, D>*>(dynamic_smem())->warps[warp];
+  auto& s = reinterpret_cast<Shared<T, G, D, GATED>*>(dynamic_smem())->warps[warp];
   const Shape& shape = args.shape;
   const LaneCoord<LANES> coord;
   const u32 direction_blocks = args.both ? gridDim.x / 2 : gridDim.x;
@@ -71,8 +78,9 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   // slot: the index of the segment's head in states and decays, of all B count = N P segments of the direction.
   const i64 state_size = i64(K) * V, slot = (backwards * (shape.B * shape.count) + work.n) * shape.H + work.h;
 
-  // S is dS if time runs backwards. total_decay: that of channels 2 lane and 2 lane + 1.
-  float S[D][2] = {}, total_decay[2] = {1.f, 1.f};
+  // S is dS if time runs backwards. total_decay: that of channels 2 lane and 2 lane + 1; if GATED its logarithm, and
+  // column_total: that of the columns.
+  float S[D][2] = {}, total_decay[2] = {!GATED, !GATED}, column_total[2] = {};
   // Calls f(number, its index in a state [K, V] of memory) for this lane's numbers: columns `column` and the next.
   const auto each_number = [&](auto f) {
 #pragma unroll
@@ -95,6 +103,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   const auto key_rows = lane_rows(tiles.keys, backwards ? args.q : args.k, work, coord.lane);
   const auto value_rows = lane_rows(tiles.values, backwards ? args.do_ : args.v, work, coord.lane);
   const auto g_rows = lane_rows(tiles.g, args.g, work, coord.lane);
+  const auto gv_rows = lane_rows(tiles.g, args.gv, work, coord.lane);
   const int longest = largest_of_warp<LANES>(work.tokens), last_step = (longest - 1) / STEP * STEP;
   // Starts copying the step of the walk that begins after n tokens; token: its first one in time, counted from the
   // segment's start.
@@ -104,6 +113,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     fetch(to.keys, key_rows, coord.head, coord.lane, token, tokens_left, K, bytes);
     fetch(to.values, value_rows, coord.head, coord.lane, token, tokens_left, V, bytes);
     fetch(to.g, g_rows, coord.head, coord.lane, token, tokens_left, K, bytes);
+    if constexpr (GATED) fetch(to.gv, gv_rows, coord.head, coord.lane, token, tokens_left, V, bytes);
     cp_async_commit();
   };
   // Tokens past the end of a head's segment are zeros, their gates too: they add nothing, and their decay is 1.
@@ -116,30 +126,43 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     const auto& in = s.stages[n / STEP % 2];
     cp_async_wait<0>();
     __syncwarp();  // all lanes have copied the step
-    put_decays(s.decays, in.g, coord.head, coord.lane);
+    const bool growing = grows<GATED>(in, coord.head, coord.lane);
+    put_decays(s.decays, in.g, coord.head, coord.lane, growing);
     __syncwarp();  // the decays are in shared memory
     if (n + STEP < longest) fetch_step(n + STEP);
-    // Applies token i of the step to S, and its gates to total_decay.
-    const auto add_token = [&](int i) {
+    // Applies token i of the step to S, and its gates to the total decays.
+    const auto add_token = [&](int i, auto next_number) {
       // decays: those of all channels; lane_decays: those of the channels in total_decay.
-      float key[D], decays[D], lane_decays[2], value[2];
+      float key[D], decays[D], lane_decays[2], value[2], gv[2] = {};
       in.keys.load_row(key, i, coord.head), in.values.load_row(value, i, coord.head, column);
-      s.decays.load_row(decays, i, coord.head), s.decays.load_row(lane_decays, i, coord.head, column);
-      value[0] *= scale, value[1] *= scale, total_decay[0] *= lane_decays[0], total_decay[1] *= lane_decays[1];
+      s.decays.load_row(decays, i, coord.head);
+      value[0] *= scale, value[1] *= scale;
+      if constexpr (GATED) {
+        in.g.load_row(lane_decays, i, coord.head, column), in.gv.load_row(gv, i, coord.head, column);
+        total_decay[0] += lane_decays[0], total_decay[1] += lane_decays[1];
+        column_total[0] += gv[0], column_total[1] += gv[1];
+      } else {
+        s.decays.load_row(lane_decays, i, coord.head, column);
+        total_decay[0] *= lane_decays[0], total_decay[1] *= lane_decays[1];
+      }
 #pragma unroll
-      for (int c = 0; c < D; ++c)
+      for (int j = 0; j < 2; ++j) {
+        const float column_decay = growing ? gv[j] : decay_of(gv[j]);
 #pragma unroll
-        for (int j = 0; j < 2; ++j)
-          S[c][j] = write_before_decay ? decays[c] * fmaf(key[c], value[j], S[c][j])
-                                       : fmaf(decays[c], S[c][j], key[c] * value[j]);
+        for (int c = 0; c < D; ++c)
+          S[c][j] = write_before_decay ? next_number(fmaf(key[c], value[j], S[c][j]), decays[c], column_decay, 0.f)
+                                       : next_number(S[c][j], decays[c], column_decay, key[c] * value[j]);
+      }
     };
-    if (backwards) {
+    with_next_number<GATED>(growing, [&](auto next_number) {
+      if (backwards) {
 #pragma unroll
-      for (int i = STEP - 1; i >= 0; --i) add_token(i);
-    } else {
+        for (int i = STEP - 1; i >= 0; --i) add_token(i, next_number);
+      } else {
 #pragma unroll
-      for (int i = 0; i < STEP; ++i) add_token(i);
-    }
+        for (int i = 0; i < STEP; ++i) add_token(i, next_number);
+      }
+    });
     __syncwarp();  // the step has been read: its stage may be filled again
   }
   const i64 state_slot = args.both ? slot + (backwards ? -shape.H : shape.H) : slot;  // both: the next segment's
@@ -149,6 +172,10 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     if (work.n < 0 || column + j >= K) continue;
     float* decay = args.decays + slot * (args.both ? K : 2 * K) + column + j;
     *decay = total_decay[j];
-    if (!args.both) decay[K] = 1.f;
+    if (!args.both) decay[K] = !GATED;
   }
+  if constexpr (GATED)
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      if (work.n >= 0 && column + j < V) args.column_decays[slot * V + column + j] = column_total[j];
 }

@@ -173,6 +173,7 @@ def launch_small(draft, backward, cut):
     starts, ends = draft.initial(problem), backward.dht
     if P > 1:
         args, blocks = read | common | {"segments": P, "computed": P, "both": True}, 2 * states.blocks(N * P * H)
+        args["column_decays"] = draft.empty((2, N * P, H, V), FLOAT32) if "gv" in read else None
         starts, ends = joined_summaries(draft, problem, P, states, blocks, starts, ends, **args)
     partial_du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     arrays = {"starts": starts, "ends": ends, "dh0": backward.dh0, "u": draft.bonus(problem), "partial_du": partial_du}
@@ -207,18 +208,19 @@ def joined_summaries(draft, problem, P, kernel, blocks, initial, dht, /, **args)
     decays = draft.empty((2, N * P, H, ceil_div(V, columns), K), FLOAT32)
     draft.launch(kernel, blocks, **args, initial=initial, dht=dht, states=states, decays=decays)
     if P > 2:  # in each direction the kernel has written what the first two segments need
-        scan_both_ways(draft, problem, states, decays, P, columns=columns)
+        scan_both_ways(draft, problem, states, decays, P, columns=columns, column_decays=args.get("column_decays"))
     return states[0], states[1]
 
 
-def scan_both_ways(draft, problem, states, decays, P, only_backwards=False, columns=None):
-    """Launches the scan of the summaries `states` and `decays` of P segments. In their place it writes to states[0] the
-    state at each segment's start (not if `only_backwards`), and to states[1] the state's gradient at its end. So many
-    neighbouring `columns` share decays: None for all."""
+def scan_both_ways(draft, problem, states, decays, P, only_backwards=False, columns=None, column_decays=None):
+    """Launches the scan of the summaries `states`, `decays` and maybe `column_decays` of P segments. In place of the
+    first it writes to states[0] the state at each segment's start (not if `only_backwards`), and to states[1] the
+    state's gradient at its end. So many neighbouring `columns` share `decays`: None for all."""
     N, H, K, V = problem.shape("N H K V")
     scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "BV": columns or V}
     sizes["only_backwards"] = only_backwards
-    draft.launch(scan, 2 * N * H * ceil_div(K * V, scan.COLUMNS * scan.threads), states=states, decays=decays, **sizes)
+    summaries = {"states": states, "decays": decays, "column_decays": column_decays}
+    draft.launch(scan, 2 * N * H * ceil_div(K * V, scan.COLUMNS * scan.threads), **summaries, **sizes)
 
 
 # -- on Hopper ---------------------------------------------------------------------------------------------------------

@@ -212,15 +212,20 @@ class SmallForward(ForwardPass):
         args = {"u": self.u, "initial": initial, "final": final}
         self.launch(self.cut.kernel, spans, self.cut.segments, {"o": self.o}, **args)
 
+    @property
+    def rows(self) -> dict:
+        """The arrays with a row for every token and head that the kernels read."""
+        return {"k": self.k, "v": self.v, "g": self.g, "q": self.q}
+
     def launch_summaries(self, parts, summaries, segments, computed):
-        states, decays = summaries
-        args = {"states": states, "decays": decays, "segments": segments, "computed": computed, "both": False}
+        args = dict(zip(("states", "decays", "column_decays"), summaries))
+        args |= {"segments": segments, "computed": computed, "both": False}
         self.launch(self.cut.summary, self.cut.spans, computed, {}, **args)
 
     def launch(self, kernel, spans, segments, written, /, **args):
         """Launches `kernel` for all heads of so many segments of each sequence; `written`: the arrays with a row for
         every token that it writes."""
-        arrays, (N, H) = {"k": self.k, "v": self.v, "g": self.g, "q": self.q} | written, self.problem.shape("N H")
+        arrays, (N, H) = self.rows | written, self.problem.shape("N H")
         args |= {"scale": self.problem.scale, "bytes": common_bytes(*arrays.values())}
         args |= {"shape": self.draft.shape(self.problem, spans)}
         self.draft.launch(kernel, kernel.blocks(N * segments * H), **arrays, **args)

@@ -274,7 +274,7 @@ class ScanBothWays(Kernel):
     neighbouring columns, of which V must be a multiple."""
 
     file = "gated/scan_both_ways"
-    arguments = members("pointers states decays, int64s N P H K V BV only_backwards")
+    arguments = members("pointers states decays, pointers? column_decays, int64s N P H K V BV only_backwards")
     threads = 256
     COLUMNS: ClassVar[int] = 4
 
@@ -507,18 +507,21 @@ SMALL_SIZES = (8, 16)  # the possible D of `GatedSmall`: the most channels and c
 
 
 class GatedSmall(GatedKernel):
-    """The base of these kernels: a warp computes several heads, and a block has WARPS warps."""
+    """The base of these kernels: a warp computes several heads, and a block has WARPS warps. `gates_columns`: columns
+    of V have gates, too."""
 
     CHUNK: ClassVar[int] = 8  # tokens that are in shared memory at a time
     WARPS: ClassVar[int] = 4
     SEGMENT: ClassVar[int] = 64  # tokens of the shortest segment
-    shared_memory = ("Shared<{dtype}, {gate}, {D}>",)
+    shared_memory = ("Shared<{dtype}, {gate}, {D}, {gates_columns}>",)
     constants: ClassVar[tuple] = (("STEP", "CHUNK"), ("WARPS", "WARPS"))
     D: int
+    gates_columns: bool = False
 
     @classmethod
-    def fitting(cls, read_order, problem, gate):
-        return cls(read_order, problem.dtype, gate, SMALL_SIZES[max(problem.shape("K V")) > SMALL_SIZES[0]])
+    def fitting(cls, problem, gate):
+        D = SMALL_SIZES[max(problem.shape("K V")) > SMALL_SIZES[0]]
+        return cls(read_order(problem.op), problem.dtype, gate, D, "gv" in problem.arrays)
 
     @property
     def threads(self):
@@ -553,7 +556,7 @@ class GatedSmallForward(GatedSmall):
     """o and the final state."""
 
     file = "gated/small_forward"
-    arguments = members("strided q k v g o, pointers u initial final, shape, float64s scale, int64s bytes")
+    arguments = members("strided q k v g o, pointers u initial final, shape, float64s scale, int64s bytes, strided? gv")
 
 
 class GatedSmallStates(GatedSmall):
@@ -564,7 +567,7 @@ class GatedSmallStates(GatedSmall):
     file = "gated/small_states"
     arguments = members(
         "strided q k v, strided? do_, strided g, pointers? initial dht, pointers states decays, shape, float64s scale, "
-        "int64s segments computed both bytes"
+        "int64s segments computed both bytes, strided? gv, pointers? column_decays"
     )
 
 
@@ -575,7 +578,7 @@ class GatedSmallBackward(GatedSmall):
     file = "gated/small_backward"
     arguments = members(
         "strided q k v do_ g dq dk dv dg, pointers u starts ends dh0 step_states partial_du, shape, float64s scale, "
-        "int64s P bytes"
+        "int64s P bytes, strided? gv dgv"
     )
     WARPS: ClassVar[int] = 2
     SEGMENT: ClassVar[int] = 32

@@ -156,8 +156,8 @@ def has_hoppers_kernels(problem, device) -> bool:
 
 def are_small(problem, device) -> bool:
     """Whether a problem is computed by the kernels for small heads, of which a warp computes several."""
-    B, H, T, K, V = problem.shape("B H T K V")
-    least = SMALL_TOKENS_ON_HOPPER if has_hoppers_kernels(problem, device) else SMALL_TOKENS
+    (B, H, T, K, V), hopper = problem.shape("B H T K V"), has_hoppers_kernels(problem, device)
+    least = SMALL_TOKENS_ON_HOPPER if hopper and "gv" not in problem.arrays else SMALL_TOKENS
     return max(K, V) <= SMALL_SIZES[-1] and B * H * T >= least
 
 
@@ -381,8 +381,7 @@ def cut_that_fills(problem, device, way, kernel, summary, spared=0) -> ForwardCu
 
 def small_forward_cut(problem, device):
     """The cut for the kernels of small heads."""
-    instance = read_order(problem.op), problem, gate_dtype(problem)
-    kernel, summary = GatedSmallForward.fitting(*instance), GatedSmallStates.fitting(*instance)
+    kernel, summary = (cls.fitting(problem, gate_dtype(problem)) for cls in (GatedSmallForward, GatedSmallStates))
     return cut_into(problem, device, SMALL, kernel, summary, segments_of_small_heads(kernel, problem, device))
 
 
@@ -572,8 +571,7 @@ def backward_cut(problem, device, do, sums_dg=False, saved=None, summarised=Fals
 
 def small_backward_cut(problem, device):
     """The cut for the kernels of small heads."""
-    instance = read_order(problem.op), problem, gate_dtype(problem)
-    kernel, summary = GatedSmallBackward.fitting(*instance), GatedSmallStates.fitting(*instance)
+    kernel, summary = (cls.fitting(problem, gate_dtype(problem)) for cls in (GatedSmallBackward, GatedSmallStates))
     P = segments_of_small_heads(kernel, problem, device) if can_be_joined(problem) else 1
     return BackwardCut(SMALL, device, P, (kernel,), summary)
 

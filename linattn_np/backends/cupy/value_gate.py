@@ -16,7 +16,7 @@ import numpy as np
 from . import aligned_copies, float64, gated, gated_backward, segments
 from .arguments import members
 from .arithmetic import ceil_div
-from .gated_forward import PortableForward
+from .gated_forward import PortableForward, SmallForward
 from .gated_kernels import (
     CHANNELS,
     SEGMENT_STATE,
@@ -126,7 +126,9 @@ def plan(problem, device):
     """The plan of a call."""
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
-    if problem.mode == "chunk" and segments.load_slowly(token_arrays(problem), segments.LEAST_PIECE):
+    small = segments.are_small(problem, device)
+    least_piece = segments.LEAST_PIECE_OF_SMALL if small else segments.LEAST_PIECE
+    if problem.mode == "chunk" and segments.load_slowly(token_arrays(problem), least_piece):
         return aligned_copies.plan_on_copies(problem, lambda copies: plan(copies, device))
     draft = Draft()
     o, final, arrays = draft.output(problem), draft.final(problem), operands(draft, problem)
@@ -135,20 +137,23 @@ def plan(problem, device):
         size = channels(problem.sizes["K"])
         kernel = Recurrent("AfterWrite", problem.dtype, named["g"].dtype, size, gates_columns=True)
         return gated.launch_recurrent(draft, problem, kernel, named, o, final)
-    cut = forward_cut(problem, device, arrays[3].dtype)
-    return ValueGateForwardPass(draft, problem, cut, arrays, o).plan(final)
+    read = problem.replace(arrays=dict(zip(problem.arrays, arrays)))
+    if small:
+        return ValueGateSmallPass(draft, read, segments.small_forward_cut(read, device), arrays, o).plan(final)
+    return ValueGateForwardPass(draft, read, forward_cut(read, device), arrays, o).plan(final)
 
 
-def forward_cut(problem, device, gate):
-    """How the forward pass is cut into segments: a `segments.ForwardCut`. `gate` is the dtype of both gates."""
+def forward_cut(problem, device):
+    """How the forward pass is cut into segments: a `segments.ForwardCut`. Both gates have one dtype."""
+    gate = segments.gate_dtype(problem)
     instance = problem.dtype, gate, segments.tf32_products(problem), *problem.shape("K V"), device.shared_per_block
     schedule = SPLIT_CHANNELS if problem.sizes["K"] > TILES[-1] else SINGLE_PASS
     kernels = (ValueGateForward.fitting(schedule, *instance) for schedule in (schedule, SEGMENT_STATE))
     return segments.cut_that_fills(problem, device, PORTABLE, *kernels)
 
 
-class ValueGateForwardPass(PortableForward):
-    """The forward pass in chunks, with gates of channels and of columns; see `gated_forward.ForwardPass`."""
+class WithColumnGates:
+    """What a `gated_forward.ForwardPass` with gates of channels and of columns has besides."""
 
     gates_columns = True
 
@@ -159,6 +164,14 @@ class ValueGateForwardPass(PortableForward):
     @property
     def rows(self):
         return super().rows | {"gv": self.gv}
+
+
+class ValueGateSmallPass(WithColumnGates, SmallForward):
+    """The forward pass by the kernels for small heads."""
+
+
+class ValueGateForwardPass(WithColumnGates, PortableForward):
+    """The forward pass in chunks."""
 
     def launch_outputs(self, spans, initial, final):
         self.launch_with_decays(self.cut.kernel, spans, initial, final)
@@ -187,17 +200,22 @@ def plan_vjp(problem, device, do, dht, saved=()):
     dh0 = draft.gradient_of_state(problem)
     tile = 0 if problem.dtype == FLOAT32 else GatedBackwardChannels.TILE  # see `takes_short_backward`
     fits = max(problem.shape("K V")) <= GatedShortBackward.MOST_GATED  # what the kernel's shared memory holds
-    if fits and segments.takes_short_backward(problem, tile):
-        kernel = GatedShortBackward("AfterWrite", problem.dtype, arrays[3].dtype, gates_columns=True)
+    small, read = segments.are_small(problem, device), problem.replace(arrays=dict(zip(problem.arrays, arrays)))
+    if small or fits and segments.takes_short_backward(problem, tile):
         gradients = tuple(map(draft.like, arrays))
-        backward = gated_backward.GatedBackwardPass(problem, arrays, do, gradients, dht, dh0)
-        gated_backward.launch_short(draft, backward, BackwardCut(SHORT, device, kernels=(kernel,)))
+        backward = gated_backward.GatedBackwardPass(read, arrays, do, gradients, dht, dh0)
+        if small:
+            cut, launch = segments.small_backward_cut(read, device), gated_backward.launch_small
+        else:
+            kernel = GatedShortBackward("AfterWrite", problem.dtype, arrays[3].dtype, gates_columns=True)
+            cut, launch = BackwardCut(SHORT, device, kernels=(kernel,)), gated_backward.launch_short
+        tiles, _ = launch(draft, backward, cut)
     else:
         kernel = GatedBackwardChannels("AfterWrite", problem.dtype, arrays[3].dtype, segments.tf32_products(problem))
         states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
-        gradients = launch_gradients(draft, problem, kernel, arrays, do, states)
+        gradients, tiles = launch_gradients(draft, problem, kernel, arrays, do, states), kernel.tiles
     results = tuple(draft.cast(dx, x.dtype) for dx, x in zip(gradients, problem.arrays.values(), strict=True))
-    return draft.plan((results, draft.stored_gradient(problem, dh0)), tiles=kernel.tiles)
+    return draft.plan((results, draft.stored_gradient(problem, dh0)), tiles=tiles)
 
 
 def launch_gradients(draft, problem, kernel, arrays, do, states):
