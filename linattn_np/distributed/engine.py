@@ -87,6 +87,12 @@ class HostEngine:
     fetch(into, source, tag)        begins to receive as many bytes as `into` has; returns a request
     finish(request, peer)           waits for the request, RankLost after `limit_s` seconds
     threaded                        whether threads of one rank may call these at the same time
+
+    others : the other ranks, the next one first
+    operation, number : the current operation's name, and its number in order
+    is_first_message : whether the next message is the operation's first
+    gather_count, latest_gather : the number of all-gathers so far; the `Completion` of the latest, which runs those
+        before it
     """
 
     homes: tuple[str, ...] = ("host",)
@@ -151,9 +157,10 @@ class HostEngine:
         message, frame = as_bytes(x), np.empty(FRAME, np.uint8)
         self.finish(self.fetch(frame, source, SENT), source)
         (head,) = read_heads(frame[None])
-        if head[0] != message.nbytes:
+        nbytes, *_ = head
+        if nbytes != message.nbytes:
             raise RankLost(
-                f"rank {source} sent {head[0]} bytes where {message.nbytes} were expected: "
+                f"rank {source} sent {nbytes} bytes where {message.nbytes} were expected: "
                 f"it is {operation_in_words(head)}"
             )
         if message.nbytes > ROOM:

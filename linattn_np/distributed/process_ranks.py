@@ -22,8 +22,10 @@ from ..messages import shown
 from .engine import (
     FRAME,
     GATHERED,
+    GATHERED_REST,
     LIMIT_S,
     SENT,
+    TAGS,
     Alone,
     Completion,
     HostEngine,
@@ -42,7 +44,9 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MOST_RANKS = (1 << 31) - 1  # of torch, whose sizes have 32 bits
 LATE_S = 5.0  # torch itself may wait so much longer than a time limit
 LONGEST_PAUSE_S = 1e-3  # between two tests whether a message has arrived
-PROBE_TAG = 1 << 14  # the tag of messages that no rank receives, sent to find out whether a process still runs
+# The tag, which no other message has, of those that no rank receives: they find out whether a process still runs.
+PROBE_TAG = 1 << 14
+assert PROBE_TAG >= GATHERED_REST + TAGS
 
 
 def connect(device="cpu", *, limit_s=LIMIT_S):

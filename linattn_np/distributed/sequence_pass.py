@@ -34,6 +34,7 @@ class Pass:
     comparison : the exchange by which ranks find out whether they make the same call and how many tokens each has
     starting_states : the states [N, ...] before the first token of every row, or None for zeros
     summaries : {segment index: the arrays that the backend has made for the summary, and `compute` can use again}
+    lengths, cut, own_segments : the tokens of each rank, the cut by them, and this rank's segments; `run` sets them
 
     A derived class has
 
@@ -58,27 +59,28 @@ class Pass:
         messages = self.summary_messages(expected_lengths)
         if (lengths := self.comparison.agreed_lengths()) != expected_lengths:
             messages = self.summary_messages(lengths)
-        wait = None
+        wait_for_summaries = None
         if any(segment.outgoing_piece for segment in self.cut.segments):  # a sequence has tokens in several segments
             recurrence, rows = self.recurrence, self.call.rows_per_sequence
             shapes = [*recurrence.state_shapes(rows), *recurrence.factor_shapes(rows)]
-            wait = self.call.exchange(messages, shapes, self.cut.slots)
+            wait_for_summaries = self.call.exchange(messages, shapes, self.cut.slots)
         results, final_states, arriving = {}, {}, None
         for segment in sorted(self.own_segments, key=lambda segment: segment.incoming_piece is not None):
             if segment.incoming_piece is not None and arriving is None:
-                arriving = self.arriving_states(wait())
+                arriving = self.arriving_states(wait_for_summaries())
             state = None if segment.incoming_piece is None else arriving[segment.index]
-            states = self.call.states_of(segment, state, self.starting_states)
-            results[segment.index], states = self.compute(segment, states)
+            initial = self.call.states_of(segment, state, self.starting_states)
+            results[segment.index], final = self.compute(segment, initial)
             for n, piece in enumerate(segment.pieces):
-                if states is not None and not piece.has_successor:
-                    final_states[piece.sequence] = [part[self.call.state_rows(n)] for part in states]
-        if wait is not None and arriving is None:
-            wait()  # an all-gather ends on every rank, also on those that need no state
+                if final is not None and not piece.has_successor:
+                    final_states[piece.sequence] = [part[self.call.state_rows(n)] for part in final]
+        if wait_for_summaries is not None and arriving is None:
+            wait_for_summaries()  # an all-gather ends on every rank, also on those that need no state
         return results, final_states
 
     def summary_messages(self, lengths):
-        """{slot: summary} of this rank's segments that have one; a slot is a segment's number on its rank."""
+        """Cuts the tokens of all ranks. Returns {slot: summary} of this rank's segments that have one; a slot is a
+        segment's number on its rank."""
         self.lengths, self.cut = lengths, self.call.cut(lengths, self.backwards)
         self.own_segments = [segment for segment in self.cut.segments if segment.rank == self.call.comm.rank]
         messages = {}

@@ -71,11 +71,14 @@ class Attention:
     """A problem in the computing dtype, with each row's maximum m and sum l = sum_j exp(s_j - m) set by `forward`.
 
     A block is (slice of the batch, slice of key heads), b by h in size. Its rows are [b, h, G * queries, ...], where G
-    query heads share a key head. The keys of a tile are split into n panels [b, h, n, columns, ...], so that the
-    product of a tile's rows and one panel is small enough for OpenBLAS to compute on one core. `is_few`: a tile has so
-    few rows that BLAS computes a tile's product on all cores instead, and a panel is a whole tile.
+    query heads share a key head. The keys of a tile are split into n panels [b, h, n, panel_keys, ...], so that the
+    product of a tile's rows and one panel is small enough for OpenBLAS to compute on one core.
 
-    Copies in the computing dtype are in `scratch`.
+    group : G
+    tile_queries, tile_keys, panel_keys : the most queries of a tile, in each head; its most keys; the keys of a panel
+    is_few : whether a tile has so few rows that BLAS computes a tile's product on all cores instead, and a panel is a
+        whole tile
+    scratch : memory for copies in the computing dtype
     """
 
     def __init__(self, problem, scratch):
@@ -84,14 +87,13 @@ class Attention:
         self.q, self.k, self.v = map(self.multipliable, "qkv")
         self.softcap, self.window = problem.options["softcap"], problem.options["window"]
         B, H, T, S, HK = problem.shape("B H T S HK")
-        # size: keys of a tile; columns, below: keys of a panel; group: query heads that share a key head
-        self.group, self.size = max(H, 1) // max(HK, 1), problem.chunk_size or TILE
-        self.count = max(1, min(self.size, ROWS) // self.group)  # queries of a tile, in each head
-        rows = self.group * min(self.count, T)  # of a tile
+        self.group, self.tile_keys = max(H, 1) // max(HK, 1), problem.chunk_size or TILE
+        self.tile_queries = max(1, min(self.tile_keys, ROWS) // self.group)
+        rows = self.group * min(self.tile_queries, T)  # of a tile
         self.is_few = rows <= FEW_ROWS and S >= T
-        width = max(problem.shape("K V"))
-        self.columns = self.size if self.is_few else max(16, min(ROWS, self.size, PRODUCT // (ROWS * width) // 16 * 16))
-        heads = B * HK if self.is_few else LARGEST_TILES // max(rows * min(self.size, S), 1)
+        on_one_core = PRODUCT // (ROWS * max(problem.shape("K V"))) // 16 * 16  # the most keys of such a product
+        self.panel_keys = self.tile_keys if self.is_few else max(16, min(ROWS, self.tile_keys, on_one_core))
+        heads = B * HK if self.is_few else LARGEST_TILES // max(rows * min(self.tile_keys, S), 1)  # of a block
         self.blocks = row_blocks(B, HK, max(1, heads)) if HK else []
         self.m, self.l = np.empty((2, B, H, T), self.dtype)
         self.exponents, self.sinks = np.zeros((B, H, T), np.int32), None
@@ -130,11 +132,11 @@ class Attention:
         part = self.by_key_head(x, block, tokens)
         return part.reshape(*part.shape[:2], -1, *part.shape[4:])
 
-    def write(self, x, block, tokens, rows, which):
-        """Writes the rows for which `which` is True to their places in x [B, H, T, ...]."""
+    def write(self, x, block, tokens, rows, mask):
+        """Writes the rows for which `mask` [b, h, rows] is True to their places in x [B, H, T, ...]."""
         part = self.by_key_head(x, block, tokens)
-        which = which.reshape(part.shape[:4])
-        part[which] = rows.reshape(part.shape)[which]
+        mask = mask.reshape(part.shape[:4])
+        part[mask] = rows.reshape(part.shape)[mask]
 
     def sequences(self):
         """Yields a list of `Queries` for every sequence. Queries that see no key come first, as one `Queries`."""
@@ -145,8 +147,8 @@ class Attention:
             if first_key == last_key:
                 first_seeing = stop
             sequence = [Queries(slice(start, first_seeing), ahead, ())] if start < first_seeing else []
-            for first in range(first_seeing, stop, self.count):
-                last = min(first + self.count, stop)
+            for first in range(first_seeing, stop, self.tile_queries):
+                last = min(first + self.tile_queries, stop)
                 first_seen = first_key if left < 0 else max(first_key, first + ahead - left)
                 end_seen = last_key if right < 0 else min(last_key, last + ahead + right)
                 sequence.append(
@@ -160,21 +162,22 @@ class Attention:
         Tiles consist of whole panels, counted from the sequence's first key; keys after its last whole panel are the
         last tile.
         """
-        whole_end = last_key - (last_key - first_key) % self.columns  # of the whole panels
-        begin, end = begin - (begin - first_key) % self.columns, min(end + (first_key - end) % self.columns, last_key)
-        for j in range(begin, min(end, whole_end), self.size):
-            yield slice(j, min(j + self.size, end, whole_end))
+        whole_end = last_key - (last_key - first_key) % self.panel_keys  # of the whole panels
+        begin -= (begin - first_key) % self.panel_keys
+        end = min(end + (first_key - end) % self.panel_keys, last_key)
+        for j in range(begin, min(end, whole_end), self.tile_keys):
+            yield slice(j, min(j + self.tile_keys, end, whole_end))
         if whole_end < end:
             yield slice(max(begin, whole_end), end)
 
     def panels(self, x, block, tile):
-        """A view of the keys of a tile of x [B, HK, S, D] as panels [b, h, n, columns, D]."""
+        """A view of the keys of a tile of x [B, HK, S, D] as panels [b, h, n, panel_keys, D]."""
         part = x[(*block, tile)]
         count = part.shape[2]
-        return part.reshape(*part.shape[:2], -(-count // self.columns), min(count, self.columns), x.shape[-1])
+        return part.reshape(*part.shape[:2], -(-count // self.panel_keys), min(count, self.panel_keys), x.shape[-1])
 
     def transposed_panels(self, x):
-        """A function of (block, tile) that returns the transposed panels [b, h, n, D, columns] of x [B, HK, S, D].
+        """A function of (block, tile) that returns the transposed panels [b, h, n, D, panel_keys] of x [B, HK, S, D].
 
         Unless rows are few, whole panels are transposed in memory once, so that BLAS reads them contiguously.
         """
@@ -183,27 +186,27 @@ class Attention:
         copy = np.empty(x.shape, self.dtype)
         all_heads = (slice(None), slice(None))
         for first, last in self.problem.options["key_spans"]:
-            tile = slice(first, last - (last - first) % self.columns)
+            tile = slice(first, last - (last - first) % self.panel_keys)
             if tile.start < tile.stop:
                 self.in_place_of(self.panels(copy, all_heads, tile))[...] = self.panels(x, all_heads, tile).swapaxes(
                     -1, -2
                 )
 
         def panels(block, tile):
-            if (tile.stop - tile.start) % self.columns:
+            if (tile.stop - tile.start) % self.panel_keys:
                 return self.panels(x, block, tile).swapaxes(-1, -2)
             return self.in_place_of(self.panels(copy, block, tile))
 
         return panels
 
     def in_place_of(self, panels):
-        """The memory of panels [..., columns, D], viewed as [..., D, columns]; no element is moved."""
+        """The memory of panels [..., panel_keys, D], viewed as [..., D, panel_keys]; no element is moved."""
         return panels.reshape(*panels.shape[:-2], panels.shape[-1], panels.shape[-2])
 
     def seen(self, queries, tile):
         """The mask [rows, keys] that tells which rows see which keys of a tile; None if all rows see all keys."""
         count = queries.tokens.stop - queries.tokens.start
-        distance = tile.start - queries.tokens.start - queries.ahead  # from the first query to the first key
+        distance = tile.start - queries.tokens.start - queries.ahead  # from the first query's position to the first key
         return mask_of_window(distance, count, tile.stop - tile.start, *self.window, self.group)
 
     # -- scores --------------------------------------------------------------------------------------------------------
@@ -223,7 +226,7 @@ class Attention:
         return np.maximum(bound - self.finfo.maxexp + 1, 0)
 
     def scores(self, q, k, exponents):
-        """The scores [b, h, rows, keys] of scaled rows q and transposed panels k [b, h, n, K, columns].
+        """The scores [b, h, rows, keys] of scaled rows q and transposed panels k [b, h, n, K, panel_keys].
 
         They are divided by 2^exponents, except with a softcap, which brings every score into range.
         """
@@ -248,29 +251,29 @@ class Attention:
 
     # -- forward -------------------------------------------------------------------------------------------------------
     def forward(self, o):
-        """Fills o [B, H, T, V], m, l and the exponents."""
+        """Fills o [B, H, T, V], m, l and the exponents: by Numba's loops, then the rows that these leave."""
         undone = self.compiled.forward(o) if self.compiled else np.ones(self.m.shape, bool)
         if not undone.any():
             return
         keys = self.transposed_panels(self.k)
 
         def task(block, queries):
-            rows = self.rows(undone, block, queries.tokens)
-            if not rows.any():
+            wanted = self.rows(undone, block, queries.tokens)
+            if not wanted.any():
                 return
-            found = self.attend(block, queries, keys)
-            not_finite = ~np.isfinite(found[0]).all(-1)
+            results = self.attend(block, queries, keys)
+            not_finite = ~np.isfinite(results[0]).all(-1)
             if not_finite.any():
                 margin = np.log(queries.keys.stop - queries.keys.start)
-                for x, redone in zip(found, self.attend(block, queries, keys, margin), strict=True):
+                for x, redone in zip(results, self.attend(block, queries, keys, margin), strict=True):
                     x[not_finite] = redone[not_finite]
-            for x, part in zip((o, self.m, self.l, self.exponents), found, strict=True):
-                self.write(x, block, queries.tokens, part, rows)
+            for x, rows in zip((o, self.m, self.l, self.exponents), results, strict=True):
+                self.write(x, block, queries.tokens, rows, wanted)
 
         tasks = [
             (block, queries) for sequence in self.sequences() for queries in reversed(sequence) for block in self.blocks
         ]
-        in_parallel(task, *zip(*tasks), caller=True)  # caller: this thread takes tasks, too
+        in_parallel(task, *zip(*tasks), caller=True)
 
     def attend(self, block, queries, keys, margin=0.0, exponents=None):
         """(o, m, l, exponents) of the rows of `queries`: running sums over the tiles of keys.
@@ -371,7 +374,7 @@ class Attention:
     def transposed_product(self, W, x, seen):
         """W^T x for weights W [b, h, rows, keys], x [b, h, rows, D]. Pairs not seen add nothing, even if x is NaN."""
         count = W.shape[-1]
-        columns = self.columns if count % self.columns == 0 else count
+        columns = self.panel_keys if count % self.panel_keys == 0 else count
         panels = split(W, columns).swapaxes(-1, -2) @ x[:, :, None]
         found = panels.reshape(*x.shape[:2], count, x.shape[-1])
         return found if seen is None or is_finite(found) else product_over(W.swapaxes(-1, -2), x, seen.T)

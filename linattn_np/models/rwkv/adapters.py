@@ -49,8 +49,8 @@ def merged(model_class, weights: Mapping, adapter_weights: Mapping, alpha: float
         rank = down.shape[0] if down.ndim == 2 else 0
         if not rank or (*up.shape, *down.shape) != (len(matrix), rank, rank, *matrix.shape[1:]):
             refuse(f"has {up.shape} times {down.shape} for {name}, expected {matrix.shape} of two matrices")
-        factor = alpha if alpha is not None else rank if own_alpha is None else own_alpha
-        model_weights[name] = with_adapter(name, matrix, down, up, factor)
+        chosen_alpha = alpha if alpha is not None else rank if own_alpha is None else own_alpha
+        model_weights[name] = with_adapter(name, matrix, down, up, chosen_alpha)
     return model_weights
 
 

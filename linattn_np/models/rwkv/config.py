@@ -35,31 +35,37 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
         version.refuse("the weights have fla's names, expected its config.json beside them, which has the norms' eps")
     if config is None or prefix == "blocks.":
         return weights
-    completed_weights = dict(weights)
     if prefix == "model.layers.":
-        for field, wanted in version.fla_fields.items():
-            if (value := config.get(field, wanted)) != wanted:
-                version.refuse(
-                    f"config.json has {field} {shown(value)}, expected {shown(wanted)}: no other is computed"
-                )
-        layer_eps = positive(version, config, "norm_eps", version.fla_eps)
-        completed_weights[NORM_EPS_NAME] = np.array([layer_eps, layer_eps * version.fla_group_eps_factor(weights)])
-        if not config.get("norm_bias", True):
-            for name, array in weights.items():
-                norm, _, part = name.rpartition(".")
-                if part == "weight" and norm.endswith(FLA_NORMS):
-                    # also in place of a bias in the file, which fla does not read
-                    completed_weights[f"{norm}.bias"] = np.zeros(array.shape, array.dtype)
-        table, head = "model.embeddings.weight", "lm_head.weight"
+        weights, table, head = with_fla_config(version, weights, config), "model.embeddings.weight", "lm_head.weight"
     else:
-        layer_eps = positive(version, config, "layer_norm_epsilon", LAYER_NORM_EPS)
-        divisor = positive(version, config, "head_size_divisor", 8)
-        # Hugging Face's group norm has 1e-5 divisor^2, whatever layer_norm_epsilon is
-        completed_weights[NORM_EPS_NAME] = np.array([layer_eps, LAYER_NORM_EPS * divisor**2])
         table, head = "rwkv.embeddings.weight", "head.weight"
-    if config.get("tie_word_embeddings") and table in completed_weights:
-        completed_weights[head] = completed_weights[table]
-    return completed_weights
+        weights = {**weights, NORM_EPS_NAME: hugging_face_eps(version, config)}
+    if config.get("tie_word_embeddings") and table in weights:
+        weights[head] = weights[table]
+    return weights
+
+
+def with_fla_config(version, weights, config) -> dict:
+    """Weights with fla's names, their eps, and biases of 0 where fla has none; ContractError for unsupported fields."""
+    for field, wanted in version.fla_fields.items():
+        if (value := config.get(field, wanted)) != wanted:
+            version.refuse(f"config.json has {field} {shown(value)}, expected {shown(wanted)}: no other is computed")
+    layer_eps = positive(version, config, "norm_eps", version.fla_eps)
+    eps = np.array([layer_eps, layer_eps * version.fla_group_eps_factor(weights)])
+    biases = {}
+    if not config.get("norm_bias", True):
+        for name, array in weights.items():
+            norm, _, part = name.rpartition(".")
+            if part == "weight" and norm.endswith(FLA_NORMS):
+                biases[f"{norm}.bias"] = np.zeros(array.shape, array.dtype)
+    return {**weights, **biases, NORM_EPS_NAME: eps}  # also in place of a bias in the file, which fla does not read
+
+
+def hugging_face_eps(version, config):
+    """The array NORM_EPS_NAME by a config of Hugging Face."""
+    layer_eps = positive(version, config, "layer_norm_epsilon", LAYER_NORM_EPS)
+    divisor = positive(version, config, "head_size_divisor", 8)
+    return np.array([layer_eps, LAYER_NORM_EPS * divisor**2])  # the group norm's, whatever layer_norm_epsilon is
 
 
 def check_sizes(version: Version, weights: Mapping, config: Mapping | None, sizes: Mapping):
