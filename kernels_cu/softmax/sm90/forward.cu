@@ -132,6 +132,35 @@ template <typename T, class Memory> __device__ __forceinline__ void produce(Memo
   }
 }
 
+// Replaces a lane's scores of two rows and KEYS keys by weights, and updates each row's maximum and sum. rescale: the
+// factors for earlier weights, and so for o.
+template <int KEYS>
+__device__ __forceinline__ void weigh_rows(float (&scores)[KEYS / 2], RowMaximum (&maximum)[2], float (&sum)[2],
+                                           float (&rescale)[2], float scale) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float largest[4];  // of every fourth group of columns: four maxima do not wait for each other
+#pragma unroll
+    for (int n = 0; n < 4; ++n) largest[n] = max(scores[4 * n + 2 * half], scores[4 * n + 2 * half + 1]);
+#pragma unroll
+    for (int n = 4; n < KEYS / 8; ++n)
+      largest[n % 4] = max(largest[n % 4], max(scores[4 * n + 2 * half], scores[4 * n + 2 * half + 1]));
+    const float row_largest = row_max(max(max(largest[0], largest[1]), max(largest[2], largest[3])));
+    rescale[half] = maximum[half].raise(row_largest, scale, SLACK);
+    float partial[2] = {sum[half] * rescale[half], 0.f};
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& p = scores[4 * n + 2 * half + i];
+        p = exp2_approx(fmaf(maximum[half].factor, p, -maximum[half].shift));
+        partial[i] += p;
+      }
+    sum[half] = partial[0] + partial[1];
+  }
+  wgmma_fence_operand(sum);  // otherwise the compiler moves the additions after the wait for o
+}
+
 // A consuming warpgroup: its 64 rows of each of the block's query tiles. A step is a key tile and its two products:
 //   issued in                         product           waited for in                              then free
 //   the loop                          scores = q k^T    the loop, before weigh_scores              k's stage
@@ -183,7 +212,7 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
     release(s.v_empty[v.stage]);
     v.next();
   };
-  // Replaces scores by weights, and updates each row's maximum and sum; the caller multiplies o by `rescale`.
+  // Replaces products by weights; the caller multiplies o by `rescale`.
   auto weigh_scores = [&] {
     const int key = (first_tile + tiles_left) * KEYS, diagonal = first_diagonal + warpgroup_row;
     valid_values = min(KEYS, length - key);
@@ -195,28 +224,7 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
       for (int n = 0; n < KEYS / 2; ++n) scores[n] = -scores[n];
     if (needs_mask<64, KEYS>(key, diagonal, int(args.left), int(args.right), length))
       mask_rows(scores, key, first_diagonal + row, int(args.left), int(args.right), length, minus_infinity());
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float largest[4];  // of every fourth group of columns: four maxima do not wait for each other
-#pragma unroll
-      for (int n = 0; n < 4; ++n) largest[n] = max(scores[4 * n + 2 * half], scores[4 * n + 2 * half + 1]);
-#pragma unroll
-      for (int n = 4; n < KEYS / 8; ++n)
-        largest[n % 4] = max(largest[n % 4], max(scores[4 * n + 2 * half], scores[4 * n + 2 * half + 1]));
-      const float row_largest = row_max(max(max(largest[0], largest[1]), max(largest[2], largest[3])));
-      rescale[half] = maximum[half].raise(row_largest, scale, SLACK);
-      float partial[2] = {sum[half] * rescale[half], 0.f};
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& p = scores[4 * n + 2 * half + i];
-          p = exp2_approx(fmaf(maximum[half].factor, p, -maximum[half].shift));
-          partial[i] += p;
-        }
-      sum[half] = partial[0] + partial[1];
-    }
-    wgmma_fence_operand(sum);  // otherwise the compiler moves the additions after the wait for o
+    weigh_rows<KEYS>(scores, maximum, sum, rescale, scale);
   };
   // Divides o by the sum of weights (with the sink's) and stores it and lse, for the query tile in this stage of q.
   auto finish_tile = [&](int stage, const float (&shift)[2], const float (&sum)[2]) {
