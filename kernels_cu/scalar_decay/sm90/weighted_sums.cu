@@ -119,6 +119,28 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
 
 // ---- warpgroups with 64 columns of V each --------------------------------------------------------------------------
 
+// Stores the state after the last chunk, if it is wanted, and of Summary the decay over all chunks.
+template <class Pass, typename G, int BK, int BV>
+__device__ __forceinline__ void store_final_state(float (&S)[BK / 2], float total_decay, const Args<Pass, G>& args,
+                                                  const WeightedSum& sum, const WorkTile& work, int tile_column,
+                                                  int column) {
+  // SUMS > 1: dk and dv. The caller's sequences are cut into args.segments segments each, 1 if they are not cut. Only
+  // the first segment's last dS is stored, as the gradient of the initial state.
+  const bool first_segment_only = Pass::SUMS > 1;
+  if (sum.final && !(first_segment_only && work.sequence % args.segments)) {
+    const i64 sequence_head =
+        first_segment_only ? work.sequence / args.segments * args.shape.H + work.head : work.sequence_head;
+    each_transposed<BK>(S, sum.final + sequence_head * sum.K * sum.V, sum, sum, column,
+                        [](float& value, float* to) { *to = value; });
+  }
+  if constexpr (!Pass::HAS_OUTPUTS)
+    // A channel's decay is the product of two rows in scan_segments.cu: the second row is 1.
+    for (i64 c = threadIdx.x; tile_column == 0 && c < sum.K; c += CONSUMERS<BV>) {
+      float* const to = args.decays + work.sequence_head * 2 * sum.K + c;
+      to[0] = total_decay, to[sum.K] = 1.f;
+    }
+}
+
 // A warpgroup with 64 columns of V: carries their state over all chunks, and computes their outputs. tile_column: the
 // block's first column. A chunk's products, in the order in which they start:
 //   o = S q          of the S before the chunk; waited for before o is scaled
@@ -245,43 +267,12 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     }
     mbarrier_arrive(s.done[iteration % STAGES]);
   }
-  // SUMS > 1: dk and dv. The caller's sequences are cut into args.segments segments each, 1 if they are not cut. Only
-  // the first segment's last dS is stored, as the gradient of the initial state.
-  const bool first_segment_only = Pass::SUMS > 1;
-  if (sum.final && !(first_segment_only && work.sequence % args.segments)) {
-    const i64 sequence_head =
-        first_segment_only ? work.sequence / args.segments * args.shape.H + work.head : work.sequence_head;
-    each_transposed<BK>(S, sum.final + sequence_head * sum.K * sum.V, sum, sum, column,
-                        [](float& value, float* to) { *to = value; });
-  }
-  if constexpr (!Pass::HAS_OUTPUTS)
-    // A channel's decay is the product of two rows in scan_segments.cu: the second row is 1.
-    for (i64 c = threadIdx.x; tile_column == 0 && c < sum.K; c += CONSUMERS<BV>) {
-      float* const to = args.decays + work.sequence_head * 2 * sum.K + c;
-      to[0] = total_decay, to[sum.K] = 1.f;
-    }
+  store_final_state<Pass, G, BK, BV>(S, total_decay, args, sum, work, tile_column, column);
 }
 
-// Pass: see the head; G: the type of g; BK and BV: K rounded up to 64 or 128, and the columns of V of a block.
-template <class Pass, typename G, int BK, int BV>
-__global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
-    __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
-        scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
-  auto& s = *reinterpret_cast<Shared<Pass, BK, BV>*>(dynamic_smem());
+// Initialises the barriers, and A to zeros; all threads call this, and of a cluster both blocks.
+template <class Pass, int BK, int BV> __device__ __forceinline__ void initialise(Shared<Pass, BK, BV>& s) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
-  const WeightedSum& sum = args.sums[blockIdx.x % Pass::SUMS];
-  // Sums of one launch may differ in V: all have as many blocks as the widest, and blocks without columns return.
-  const i64 widest = Pass::SUMS > 1 && sum.K > sum.V ? sum.K : sum.V;
-  // GatedKeys takes blocks in reverse: the heads that GatedQueries read last are still in L2.
-  const u32 tiles = tiles_of(widest, BV),
-            reversed = WRITES_GATE_GRADIENT<Pass> ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const u32 block = reversed / Pass::SUMS;
-  const WorkTile work = work_tile(args.shape, block / tiles);
-  const int column = block % tiles * BV;
-  const bool backwards = ALL_BACKWARD<Pass> || SOME_BACKWARD<Pass> && sum.backwards;
-  // Summary: a sequence of the caller is cut into args.segments segments. scan_segments.cu reads the states of the
-  // first args.computed segments of each; the others are not computed.
-  if (column >= sum.V || !Pass::HAS_OUTPUTS && work.sequence % args.segments >= args.computed) return;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(s.full[stage], 2 * 32);  // all lanes that move chunks and that sum gates
@@ -299,6 +290,29 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   // The barriers are initialised and A is zero, in a cluster in both blocks: there a block arrives at the other's.
   if constexpr (IN_CLUSTER<Pass, BK, BV>) cluster_sync();
   else __syncthreads();
+}
+
+// Pass: see the head; G: the type of g; BK and BV: K rounded up to 64 or 128, and the columns of V of a block.
+template <class Pass, typename G, int BK, int BV>
+__global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
+    __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
+        scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
+  auto& s = *reinterpret_cast<Shared<Pass, BK, BV>*>(dynamic_smem());
+  const WeightedSum& sum = args.sums[blockIdx.x % Pass::SUMS];
+  // Sums of one launch may differ in V: all have as many blocks as the widest, and blocks without columns return.
+  const i64 widest = Pass::SUMS > 1 && sum.K > sum.V ? sum.K : sum.V;
+  // GatedKeys takes blocks in reverse: the heads that GatedQueries read last are still in L2.
+  const u32 tiles = tiles_of(widest, BV),
+            reversed = WRITES_GATE_GRADIENT<Pass> ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const u32 block = reversed / Pass::SUMS;
+  const WorkTile work = work_tile(args.shape, block / tiles);
+  const int column = block % tiles * BV;
+  const bool backwards = ALL_BACKWARD<Pass> || SOME_BACKWARD<Pass> && sum.backwards;
+  // Summary: a sequence of the caller is cut into args.segments segments. scan_segments.cu reads the states of the
+  // first args.computed segments of each; the others are not computed. Of a cluster no block may return here: BV = 128
+  // columns are all, so that none has a column beyond V.
+  if (column >= sum.V || !Pass::HAS_OUTPUTS && work.sequence % args.segments >= args.computed) return;
+  initialise(s);
   using RoleRegisters = Registers<BK, BV>;
   if (threadIdx.x < CONSUMERS<BV>) {
     registers_up<RoleRegisters::CONSUMER>();
