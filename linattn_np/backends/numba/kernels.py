@@ -13,6 +13,8 @@ from functools import cache
 
 from .runtime import THREADS, cuda
 
+# The kernels take for granted that THREADS, ROWS and 2 INNER are equal, and so are SUB and COLS: some give each thread
+# a row of a tile, or a channel to half of the threads.
 COLS = 16  # columns of V in a tile
 GROUPS = THREADS // COLS  # threads that compute the same column of a tile, each for its own rows
 ROWS = 64  # rows of a tile of the state or of the output
@@ -184,7 +186,7 @@ def intra_chunk_below(q, k, g, chunks, subs, A, exclusive):
     _, H, _, K = q.shape
     NC, pairs = chunks.shape[0], subs * (subs - 1) // 2
     j, c, head, row = coordinates(cuda.blockIdx.x, pairs, NC, H)
-    i = 1  # row i of the triangle has i sub-chunks of keys
+    i = 1  # the sub-chunk of the queries: row i of the triangle of pairs has i sub-chunks j of keys
     while j >= i:
         j -= i
         i += 1
@@ -232,7 +234,7 @@ def intra_chunk_below(q, k, g, chunks, subs, A, exclusive):
 def intra_chunk_diagonal(q, k, g, u, chunks, subs, A, exclusive):
     """Stage 4, the tiles of A on the diagonal, token by token, and the zeros to the right of them. Real: u, A.
 
-        w = k_j;    for i = j + 1, j + 2, ...:    w <- w exp(g_i),  A_ij = q_i . w   (RWKV-6: A_ij first)
+        w = k_j;    for i = j + 1, j + 2, ...:    w <- w exp(g_i),  A_ij = q_i . w   (`exclusive`, RWKV-6: A_ij first)
         A_jj = q_j . (u k_j), with u = 1 for GLA
 
     There are no differences of cumulated gates, so that scores are exact for any gate.

@@ -23,7 +23,8 @@ LOW_RANK_FORMAT = {"int4": "int8"}
 class NumbaLayers(NumpyLayers):
     """Layers with matrices in one of `matrices.FORMATS`; the embedding is bfloat16, or float32 in that format.
 
-    A version's subclass also sets `loops`, the module of its `step` and of the tables VECTORS and MATRICES.
+    A version's subclass also sets `loops`, the module of its `step` and of the tables VECTORS, with FIRST and END, and
+    MATRICES.
     """
 
     loops: ClassVar[ModuleType]
@@ -77,14 +78,13 @@ class NumbaLayers(NumpyLayers):
         head, norms = self.model_weights.head, np.concatenate([self.model_weights.ln0, self.model_weights.ln_out])
         matrices = np.zeros((len(self.layers), len(self.loops.MATRICES), len(head.description)), np.int64)
         vectors = np.zeros((len(self.layers), sum(self.loops.VECTORS.values()), norms.shape[-1]), FLOAT32)
-        starts = np.cumsum([0, *self.loops.VECTORS.values()])
         for i, layer in enumerate(self.layers):
             for index, name in enumerate(self.loops.MATRICES):
                 if name in vars(layer):
                     matrices[i, index] = getattr(layer, name).description
-            for (name, count), start in zip(self.loops.VECTORS.items(), starts):
+            for name, first, end in zip(self.loops.VECTORS, self.loops.FIRST, self.loops.END):
                 if name in vars(layer):
-                    part = vectors[i, start : start + count].reshape(getattr(layer, name).shape)
+                    part = vectors[i, first:end].reshape(getattr(layer, name).shape)
                     part[:] = getattr(layer, name)
                     setattr(layer, name, part)
         self.step_arguments = matrices, head.description, vectors, norms

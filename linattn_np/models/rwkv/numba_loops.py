@@ -7,12 +7,28 @@ Arrays are float32 and in C order, which callers guarantee: Numba compiles a loo
 B sequences or tokens, D channels, n mixes.
 """
 
+from collections import namedtuple
+from itertools import accumulate
+
 import numpy as np
 
 from ...backends.numpy.numba_loops import LOOP as LOOP_OPTIONS
 from ...backends.numpy.numba_loops import tanh
 from ...numba_cache import njit
 from ..matrix_loops import multiply_at
+
+
+# -- a version's tables, as constants of its loops ---------------------------------------------------------------------
+def rows_of_vectors(counts):
+    """(the first row, the last row + 1) of each vector, as namedtuples, for `counts` {name: its number of rows}."""
+    ends = [*accumulate(counts.values())]
+    rows = namedtuple("Rows", counts)
+    return rows(*[0, *ends[:-1]]), rows(*ends)
+
+
+def indices(names):
+    """The index of each name, as a namedtuple."""
+    return namedtuple("Indices", names)(*range(len(names)))
 
 
 # -- elementwise ------------------------------------------------------------------------------------------------------

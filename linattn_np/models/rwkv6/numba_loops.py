@@ -11,11 +11,13 @@ from ...numba_cache import njit
 from ..rwkv.numba_loops import (
     LOOP_OPTIONS,
     add,
+    indices,
     layer_norm,
     normalize,
     product,
     products,
     relu_squared,
+    rows_of_vectors,
     shift_mix,
     sigmoid,
     tanh_in_place,
@@ -23,12 +25,12 @@ from ..rwkv.numba_loops import (
 )
 
 # The vectors of a layer that `step` takes, {name in `weights.LAYER`: how many of D numbers}: they are the rows of its
-# argument `vectors`, in this order. LN1, ...: the first row of each.
+# argument `vectors`, in this order, FIRST.name ... END.name - 1.
 VECTORS = {"ln1": 2, "ln2": 2, "ln_x": 2, "maa_x": 1, "maa": 5, "decay": 1, "bonus": 1, "ffn_maa": 2}
-LN1, LN2, LN_X, MAA_X, MAA, DECAY, BONUS, FFN_MAA = (sum([*VECTORS.values()][:n]) for n in range(len(VECTORS)))
+FIRST, END = rows_of_vectors(VECTORS)
 # The matrices, and the index of each in the argument `matrices`.
 MATRICES = tuple("maa_down maa_up kvrg decay_down decay_up output ffn_key ffn_receptance ffn_value".split())
-MAA_DOWN, MAA_UP, KVRG, DECAY_DOWN, DECAY_UP, OUTPUT, FFN_KEY, FFN_RECEPTANCE, FFN_VALUE = range(len(MATRICES))
+INDEX = indices(MATRICES)
 
 
 @njit(**LOOP_OPTIONS)
@@ -94,28 +96,28 @@ def gated_norm(o, gate, norm, heads, eps):
 @njit(**LOOP_OPTIONS)
 def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
     """Adds the time mix of one layer to x, as `math.time_mix` does, and updates the state. Arguments: see `step`."""
-    mixed_x, xx, d = shift_mix(x, vectors[LN1 : LN1 + 2], eps[0], vectors[MAA_X : MAA_X + 1], shift, slots)
-    low = product(multiply, board, matrices[MAA_DOWN], mixed_x)
-    mixed = product(multiply, board, matrices[MAA_UP], tanh_of_parts(low[0], 5))
-    data_mix(mixed, vectors[MAA : MAA + 5], xx, d)
-    y = products(multiply, board, (matrices[KVRG], matrices[DECAY_DOWN]), (mixed[1:], mixed[:1]))
+    mixed_x, xx, d = shift_mix(x, vectors[FIRST.ln1 : END.ln1], eps[0], vectors[FIRST.maa_x : END.maa_x], shift, slots)
+    low = product(multiply, board, matrices[INDEX.maa_down], mixed_x)
+    mixed = product(multiply, board, matrices[INDEX.maa_up], tanh_of_parts(low[0], 5))
+    data_mix(mixed, vectors[FIRST.maa : END.maa], xx, d)
+    y = products(multiply, board, (matrices[INDEX.kvrg], matrices[INDEX.decay_down]), (mixed[1:], mixed[:1]))
     kvrg, low = y[0], y[1]
     tanh_in_place(low[0])
-    w = product(multiply, board, matrices[DECAY_UP], low)[0]
-    log_decay(w, vectors[DECAY])
-    o = recurrence(kvrg[:3], w, vectors[BONUS], wkv, slots)
-    gated_norm(o, kvrg[3], vectors[LN_X : LN_X + 2], wkv.shape[1], eps[1])
-    add(x, product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0])
+    w = product(multiply, board, matrices[INDEX.decay_up], low)[0]
+    log_decay(w, vectors[FIRST.decay])
+    o = recurrence(kvrg[:3], w, vectors[FIRST.bonus], wkv, slots)
+    gated_norm(o, kvrg[3], vectors[FIRST.ln_x : END.ln_x], wkv.shape[1], eps[1])
+    add(x, product(multiply, board, matrices[INDEX.output], o.reshape(1, *o.shape))[0])
 
 
 @njit(**LOOP_OPTIONS)
 def channel_mix(multiply, board, matrices, vectors, eps, x, shift, slots):
     """Adds the channel mix of one layer to x; updates `shift`."""
-    mixed, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], eps[0], vectors[FFN_MAA : FFN_MAA + 2], shift, slots)
-    y = products(multiply, board, (matrices[FFN_KEY], matrices[FFN_RECEPTANCE]), (mixed[:1], mixed[1:]))
+    mixed, _, _ = shift_mix(x, vectors[FIRST.ln2 : END.ln2], eps[0], vectors[FIRST.ffn_maa : END.ffn_maa], shift, slots)
+    y = products(multiply, board, (matrices[INDEX.ffn_key], matrices[INDEX.ffn_receptance]), (mixed[:1], mixed[1:]))
     k, gate = y[0], y[1]
     relu_squared(k[0])
-    add_gated(x, gate[0], product(multiply, board, matrices[FFN_VALUE], k)[0])
+    add_gated(x, gate[0], product(multiply, board, matrices[INDEX.ffn_value], k)[0])
 
 
 @njit(**LOOP_OPTIONS)

@@ -10,11 +10,13 @@ from ...numba_cache import njit
 from ..rwkv.numba_loops import (
     LOOP_OPTIONS,
     add,
+    indices,
     layer_norm,
     normalize,
     product,
     products,
     relu_squared,
+    rows_of_vectors,
     shift_mix,
     sigmoid,
     tanh_in_place,
@@ -22,21 +24,15 @@ from ..rwkv.numba_loops import (
 from .math import DECAY, LEAST_NORM
 
 # The vectors of a layer that `step` takes, {name in `weights.LAYER`: how many of D numbers}: they are the rows of its
-# argument `vectors`, in this order. LN1, ...: the first row of each.
-VECTORS = {
-    **dict(ln1=2, ln2=2, ln_x=2, mix=6, decay=1, icl=1),
-    **dict(value=1, removal=1, replacement=1, bonus=1, ffn_mix=1),
-}
-LN1, LN2, LN_X, MIX, DECAY_BASE, ICL, VALUE, REMOVAL, REPLACEMENT, BONUS, FFN_MIX = (
-    sum([*VECTORS.values()][:n]) for n in range(len(VECTORS))
-)
+# argument `vectors`, in this order, FIRST.name ... END.name - 1.
+VECTORS = {"ln1": 2, "ln2": 2, "ln_x": 2, "mix": 6, "ffn_mix": 1}
+VECTORS |= dict.fromkeys(("decay", "icl", "value", "removal", "replacement", "bonus"), 1)
+FIRST, END = rows_of_vectors(VECTORS)
 # The matrices, and the index of each in the argument `matrices`.
 MATRICES = tuple(
     "kvr output ffn_key ffn_value decay_down decay_up icl_down icl_up gate_down gate_up value_down value_up".split()
 )
-KVR, OUTPUT, FFN_KEY, FFN_VALUE, DECAY_DOWN, DECAY_UP, ICL_DOWN, ICL_UP, GATE_DOWN, GATE_UP, VALUE_DOWN, VALUE_UP = (
-    range(len(MATRICES))
-)
+INDEX = indices(MATRICES)
 
 
 # -- elementwise ------------------------------------------------------------------------------------------------------
@@ -133,36 +129,42 @@ def time_mix(multiply, board, matrices, vectors, eps, layer, first_v, x, shift, 
 
     Returns the first layer's values, which the other layers get as `first_v`. Other arguments: see `step`.
     """
-    mixed, _, _ = shift_mix(x, vectors[LN1 : LN1 + 2], eps[0], vectors[MIX : MIX + 6], shift, slots)
-    down = matrices[KVR], matrices[DECAY_DOWN], matrices[ICL_DOWN], matrices[GATE_DOWN], matrices[VALUE_DOWN]
+    mixed, _, _ = shift_mix(x, vectors[FIRST.ln1 : END.ln1], eps[0], vectors[FIRST.mix : END.mix], shift, slots)
+    down = (
+        matrices[INDEX.kvr],
+        matrices[INDEX.decay_down],
+        matrices[INDEX.icl_down],
+        matrices[INDEX.gate_down],
+        matrices[INDEX.value_down],
+    )
     inputs = mixed[3:], mixed[:1], mixed[1:2], mixed[2:3], mixed[4:5]
     low = products(multiply, board, down, inputs)
     k, v, r = low[0][0], low[0][1], low[0][2]
     tanh_in_place(low[1][0])  # the decay's
     sigmoid_in_place(low[3][0])  # the gate's
-    up = matrices[DECAY_UP], matrices[ICL_UP], matrices[GATE_UP], matrices[VALUE_UP]
+    up = matrices[INDEX.decay_up], matrices[INDEX.icl_up], matrices[INDEX.gate_up], matrices[INDEX.value_up]
     y = products(multiply, board, up, (low[1], low[2], low[3], low[4]))
     w, icl, gate, value_logits = y[0][0], y[1][0], y[2][0], y[3][0]
-    biased_sigmoid(w, vectors[DECAY_BASE], -DECAY)
-    biased_sigmoid(icl, vectors[ICL], 1.0)
+    biased_sigmoid(w, vectors[FIRST.decay], -DECAY)
+    biased_sigmoid(icl, vectors[FIRST.icl], 1.0)
     if layer:
-        residual_value(v, first_v, value_logits, vectors[VALUE])
+        residual_value(v, first_v, value_logits, vectors[FIRST.value])
     else:
         first_v = v
-    kappa = keys(k, icl, vectors[REMOVAL], vectors[REPLACEMENT], wkv.shape[1])
+    kappa = keys(k, icl, vectors[FIRST.removal], vectors[FIRST.replacement], wkv.shape[1])
     o = recurrence(r, w, k, v, kappa, icl, wkv, slots)
-    bonus_norm(o, r, k, v, gate, vectors[LN_X : LN_X + 2], vectors[BONUS], wkv.shape[1], eps[1])
-    add(x, product(multiply, board, matrices[OUTPUT], o.reshape(1, *o.shape))[0])
+    bonus_norm(o, r, k, v, gate, vectors[FIRST.ln_x : END.ln_x], vectors[FIRST.bonus], wkv.shape[1], eps[1])
+    add(x, product(multiply, board, matrices[INDEX.output], o.reshape(1, *o.shape))[0])
     return first_v
 
 
 @njit(**LOOP_OPTIONS)
 def channel_mix(multiply, board, matrices, vectors, eps, x, shift, slots):
     """Adds the channel mix of one layer to x; updates `shift`."""
-    mixed, _, _ = shift_mix(x, vectors[LN2 : LN2 + 2], eps[0], vectors[FFN_MIX : FFN_MIX + 1], shift, slots)
-    k = product(multiply, board, matrices[FFN_KEY], mixed)
+    mixed, _, _ = shift_mix(x, vectors[FIRST.ln2 : END.ln2], eps[0], vectors[FIRST.ffn_mix : END.ffn_mix], shift, slots)
+    k = product(multiply, board, matrices[INDEX.ffn_key], mixed)
     relu_squared(k[0])
-    add(x, product(multiply, board, matrices[FFN_VALUE], k)[0])
+    add(x, product(multiply, board, matrices[INDEX.ffn_value], k)[0])
 
 
 @njit(**LOOP_OPTIONS)
