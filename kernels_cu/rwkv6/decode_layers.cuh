@@ -31,8 +31,7 @@
 //   Split<T>: how numbers are split into TERMS terms; SUMS: sums of a product, which are added later; Sum<T>::Type:
 //     their type, an integer for int8 weights. PACKED: numbers in a word of operands. DIGITS: whether terms are digits
 //     of base 256, from -128 to 127, as with int8 weights
-//   put_word: stores a number for other blocks; load_words, settle_words, take_words: load words, until they are of
-//     this epoch
+//   put_word: stores a number for other blocks; load_words, settle_words: load words, until they are of this epoch
 //   load_stages: loads operands from the staging area; fetch<FOURS, GATED>: waits for words and stores their operands
 //   normalise: stores the operands of a phase's first mix of LN(x), mix_again: those of another one. normed_words,
 //     x_words, last_x_words: the words of LN(x), of x after a mix, and of x after the last layer

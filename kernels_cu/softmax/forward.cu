@@ -18,7 +18,7 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   THREADS = 128, CHUNK_QUERIES = 64
+//   THREADS = 128
 //   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
 //   RowMaximum, row_end: a row's largest score, its results at the end
 

@@ -17,7 +17,7 @@
 // From the includes:
 //   Piece<W, X>: W numbers of type X side by side, loaded and stored at once: get(c) is number c as a float
 //   ReadOrder::reads_before_write: RWKV-6, whose queries read before their token's write; else GLA
-//   LEAST_DECAY: e^-20; inverse(x): 1 / x; decay_of(g): e^g
+//   LEAST_DECAY: e^-20; inverse(x): 1 / x
 
 constexpr int WARP_ROWS = 16;                       // tokens of a warp, whose queries are its rows of A
 constexpr int SUB_CHUNK = 8, HALF = SUB_CHUNK / 2;  // tokens of a sub-chunk, and on each side of its middle

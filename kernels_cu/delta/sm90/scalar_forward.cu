@@ -42,15 +42,14 @@
 //   start_of_walk: sets the block's tokens to its segment's, and returns `from`, the state that the walk starts from,
 //     null for zeros, and `to`, where its last state goes, null for nowhere. Where states were not finite when
 //     join_segments.cu had joined segments, the walk's first segment has all tokens, and the others have none
-//   Consumer: a lane of a consumer, and its column
-//   channel_operand_offset: a byte offset in 32 rows of 128 bytes, swizzled, at which load_transposed and
-//     store_transposed load and store the warp's 16 columns
+//   Consumer: a lane of a consumer, its column, and the channel_offset at which load_transposed and store_transposed
+//     load and store its warp's 16 columns of 32 rows
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
 //     start_state_update: S += x rows; start_split_product: with a split matrix; decay_state: S times the chunk's
 //     decay; make_X: v less what keys read
 //   Panel: 32 rows of 128 bytes; a split matrix has its rounding errors in columns 32 to 63. Gates: factors of a
 //     chunk's tokens; Upcoming: decays and betas of later chunks
-//   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
+//   CHUNK = 32 tokens; ALL_THREADS: of a block; Registers: of a thread, by role
 //   run_roles initialises the barriers, and calls consume by the consumers, make_operands by the operands' warpgroup,
 //     and move_chunks by the copying warp, which stores o, too; decays and inverses are the same in all kernels
 

@@ -39,8 +39,7 @@
 //     its last state goes; remembered_chunks: how many of the segment's last chunks remember nothing from before it
 //   Consumer: a lane of a consumer, and its column
 //   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset: byte offsets in it for ldmatrix
-//     and stmatrix, shifted_offset: other rows and columns; load_transposed, store_transposed: the warp's 16 columns of
-//     32 rows
+//     and stmatrix; load_transposed, store_transposed: the warp's 16 columns of 32 rows
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
 //     start_state_update: S += x rows; start_split_product: with a split matrix; decay_state: S times the chunk's
 //     decay; make_X: v less what keys read
@@ -48,7 +47,7 @@
 //   make_scores, start_scores, store_scores: M; round_state: a state, rounded, as operands
 //   each_transposed: calls f(number, its address in memory) for this lane's numbers of a state
 //   RingPosition: a chunk's stage, and the parity to wait for; set_tokens: has the block work on these tokens
-//   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; Registers: of a thread, by role
+//   CHUNK = 32 tokens; ALL_THREADS: of a block; Registers: of a thread, by role
 
 template <typename T> struct Args {
   TensorMap k, v;  // boxes of a chunk's tokens and 64 columns, swizzled
