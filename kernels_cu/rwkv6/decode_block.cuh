@@ -8,7 +8,7 @@
 //   THREADS = 256 threads compute, WARPS = 8 warps
 //   ROWS = 16: of a tile; PHASES: of a layer
 //   Lane<T>: columns of weights of a lane; Split<T>: how numbers are split into terms
-//   share_of: the block's tiles of a phase; Norm: where a norm's parameters are
+//   share_of: the block's tiles of a phase; Norm: where a norm's parameters are; sync: named barrier 1
 
 template <typename T, typename S, int STAGES> struct DecodeBlock {
   static constexpr int EACH = Lane<T>::EACH, TERMS = Split<T>::TERMS;

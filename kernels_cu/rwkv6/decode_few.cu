@@ -34,12 +34,14 @@
 #include "rwkv6/decode_layers.cuh"
 
 // From the includes:
-//   put_word: stores a number for other blocks; take_words: waits for words of this epoch
+//   put_word: stores a number for other blocks; take_words: waits for words of this epoch; sync: named barrier 1 of the
+//     computing threads
 //   ROWS = 16: of a tile; tiles_of: tiles of so many rows
 //   state_row: the row of the states of all layers
 //   StatePart(state, N, tid, busy): a thread's part of a head's state: columns `column` ... `column` + 3, every
 //     `groups`-th row from `group` on; if `busy` is HOLDS_ROWS it loads the first of them, `held`, at once
-//   TimeMixScratch: shared memory of a head; time_mix_head: decay, state, group norm and gate of a head
+//   TimeMixScratch: shared memory of a head; ChannelOfHead: a thread's channel of it; time_mix_head: decay, state,
+//     group norm and gate of a head
 //   take_number: waits for one word; relu_squared: in units of UNIT_OF_SQUARES, 1 for float
 //   CHANNELS = 128, SPLITS: channels of a unit of the phase MIX, and threads that share a channel's sum
 //   decode_token: the whole kernel; fetch_words: waits for words and stores operands; fetch_gated: those of words times

@@ -30,7 +30,8 @@
 #include "rwkv7/time_mix.cuh"
 
 // From the includes:
-//   put_word: stores a number for other blocks; take_words: waits for words of this epoch
+//   put_word: stores a number for other blocks; take_words: waits for words of this epoch; sync: named barrier 1 of the
+//     computing threads. add_scaled(x, f, y) = x + f y, of four numbers
 //   ROWS = 16: of a tile; tiles_of: tiles of so many rows
 //   state_row: the row of the states of all layers
 //   StatePart(state, N, tid, busy): a thread's part of a head's state: columns `column` ... `column` + 3, every

@@ -16,6 +16,11 @@
 // limits    N a multiple of WIDTH, up to 64 GROUPS; for WIDTH 8 arrays start on 16 bytes
 #include "rwkv6/lanes_of_heads.cuh"
 
+// From lanes_of_heads.cuh and its includes:
+//   LaneOfHead: token_head, this lane's head of a token, and its first channel. load_group, store_group: WIDTH
+//     neighbours; CHANNELS_APART = 64: the distance of a lane's groups; THREADS = 256
+//   sigmoid_for<X>: the sigmoid, as accurate as results of type X need; sum_over_lanes: over a head's lanes
+
 constexpr float DECAY = 0.6065306597126334f;  // exp(-1/2): a token's log decay is -DECAY to 0
 constexpr float LEAST_NORM = 1e-12f;          // |k removal| counts as at least this
 

@@ -10,6 +10,10 @@
 // limits    low starts on 16 bytes; fast where count is a multiple of 8
 #include "activations.cuh"
 
+// From activations.cuh:
+//   Tanh, Sigmoid: value<X>(x), as accurate as results of type X need
+//   EightFloats x: eight neighbouring channels, x.x[0] to x.x[7]; load8, store8: at addresses of whole 16 bytes
+
 constexpr int THREADS = 256, GATE = 2;  // GATE: the place of g
 
 template <typename X> struct Args {

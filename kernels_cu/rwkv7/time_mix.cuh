@@ -13,7 +13,9 @@
 #include "rwkv7/time_mix_sums.cuh"
 
 // From the includes:
-//   THREADS = 256, WARPS = 8; LEAST_NORM = 1e-12
+//   THREADS = 256, WARPS = 8; LEAST_NORM = 1e-12; sync: named barrier 1; sum_of_threads: over the threads, by one
+//     barrier
+//   add_scaled(x, f, y) = x + f y, of four numbers; StatePart: see time_mix_head
 
 struct Scratch {
   // Of the token: removed is k removal, kappa before it is normed; written is removed times rate; read is r decay.

@@ -21,6 +21,10 @@
 //   THREADS = 128
 //   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
 //   RowMaximum, row_end: a row's largest score, its results at the end
+//   fetch: starts to copy tokens to a tile; store: stores a warp's sums, times a factor, by way of its rows of a tile
+//   each_value: calls f for a lane's numbers of a Fragment; weigh: makes weights of a row's scores, and updates its sum
+//   needs_mask: whether one of the rows does not see one of the columns; mask_rows: sets those numbers
+//   size_of_scale: |scale| log2 e, at least 1e-37; tanh_of: tanh
 
 constexpr int KEYS = 64;
 

@@ -10,6 +10,10 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   FloatOrDouble<G>: float, or double if G is; widened, narrowed: numbers to it, and to G; chunk_tokens: those of a
+//     chunk
+
 // Tokens that a thread loads before it stores their first result, so that the loads overlap. A chunk of at most as many
 // is loaded once, for both sums.
 template <typename G> constexpr int FLIGHT = sizeof(G) == 8 ? 32 : 64;

@@ -14,6 +14,10 @@
 #include "stages/copies.cuh"
 #include "tensor.cuh"
 
+// From copies.cuh and its includes:
+//   copy_tile: starts copying rows to a tile; LeftOf, RightOf: operands of tensor cores, which load_rounded sets from
+//     16 x 16 numbers; multiply(d, a, b): d += a b; chunk_tokens: those of a chunk; put_pair: stores two neighbours
+
 // STEP: how much of the inner axis a step has, channels or tokens, which products sum over; TILE: rows and columns of a
 // block; STAGES: steps in shared memory at a time.
 constexpr int STEP = 32, TILE = 64, STAGES = 3;

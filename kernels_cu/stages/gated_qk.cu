@@ -16,6 +16,7 @@
 
 // From the includes:
 //   Shape::NC: chunks of a batch row, of all its packed sequences together
+//   chunk_tokens: those of a chunk; decay_of(x): e^x; widened(x): x as FloatOrDouble<T>
 
 constexpr int FLIGHT = 4;  // tokens that are loaded before the first result is stored
 

@@ -13,6 +13,11 @@
 #include "stages/copies.cuh"
 #include "tensor.cuh"
 
+// From copies.cuh and its includes:
+//   copy_tile: starts copying rows to a tile; LeftOf, RightOf: operands of tensor cores, which load_rounded sets from
+//     16 x 16 numbers; multiply(d, a, b): d += a b; chunk_tokens: those of a chunk; chunks_of, tokens_of: those of a
+//     sequence; decay_of(x): e^x
+
 constexpr int STEP = 32, TILE = 64, STAGES = 3;  // tokens of a step; channels, columns of a block; steps in memory
 
 template <typename T> struct Args {

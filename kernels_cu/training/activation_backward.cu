@@ -10,6 +10,7 @@
 #include "activations.cuh"
 
 // From the includes:
+//   EightFloats x: eight neighbouring channels, x.x[0] to x.x[7]; load8, store8: at addresses of whole 16 bytes
 //   F, one of ReluSquared, Tanh: F::slope<T>(y) is the derivative
 
 constexpr int THREADS = 256;

@@ -16,6 +16,9 @@
 //           elements all are in matrices, or none)
 #include "training.cuh"
 
+// From training.cuh:
+//   block_sum: the sum over the block, by one barrier; load4, store4: four neighbours, at multiples of 16 bytes
+
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 template <typename T> struct Args {

@@ -18,6 +18,7 @@
 #include "training.cuh"
 
 // From training.cuh:
+//   EightFloats x: eight neighbouring channels, x.x[0] to x.x[7]; load8, store8: at addresses of whole 16 bytes
 //   Tokens: goes over the block's tokens
 //   block_sum: the sum over the block, by one barrier. No barrier follows the reads, so two calls, one after the other,
 //     have shared memory of their own

@@ -13,6 +13,7 @@
 #include "training_heads.cuh"
 
 // From training_heads.cuh:
+//   EightFloats x: eight neighbouring channels, x.x[0] to x.x[7]; load8, store8: at addresses of whole 16 bytes
 //   normalise: x becomes (x - mean) / deviation over its head
 
 template <typename T> struct Args {

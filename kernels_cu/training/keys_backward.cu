@@ -35,7 +35,8 @@
 
 // From training_keys.cuh:
 //   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128
-//   HeadLanes: the lanes of a head; load, store: a lane's eight channels; sum: over the lanes
+//   HeadLanes: the lanes of a head; load, store: a lane's eight channels (EightFloats); sum: over the lanes; inside():
+//     whether the lane has channels. Keys: the arrays of keys_forward.cu
 //   head_tokens: the lane's head and its tokens begin ... end - 1; block: the number of this range of tokens
 //   kept: key / k = 1 + (icl - 1) replacement
 // From decode.cuh: sigmoid_for<T>: the sigmoid, as accurate as results of type T need

@@ -17,8 +17,9 @@
 
 // From training_keys.cuh:
 //   DECAY = e^(-1/2); LEAST_NORM = 1e-12; THREADS = 128
-//   HeadLanes: the lanes of a head; load, store: a lane's eight channels; sum: over the lanes
-//   kept: 1 + (icl - 1) replacement
+//   HeadLanes: the lanes of a head; load, store: a lane's eight channels (EightFloats); sum: over the lanes; inside():
+//     whether the lane has channels. Keys: the arrays that are read
+//   kept: 1 + (icl - 1) replacement. sigmoid_for<T>: the sigmoid, as accurate as results of type T need
 
 template <typename T> struct Args {
   Keys<T> keys;

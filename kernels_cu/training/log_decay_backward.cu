@@ -10,6 +10,9 @@
 // limits    D a multiple of 8, up to 8 THREADS
 #include "training.cuh"
 
+// From training.cuh:
+//   EightFloats x: eight neighbouring channels, x.x[0] to x.x[7]; load8, store8: at addresses of whole 16 bytes
+
 template <typename T> struct Args {
   const float* dw;
   const float* w;

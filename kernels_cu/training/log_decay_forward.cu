@@ -9,6 +9,9 @@
 // limits    D a multiple of 8
 #include "training.cuh"
 
+// From training.cuh:
+//   EightFloats x: eight neighbouring channels, x.x[0] to x.x[7]; load8, store8: at addresses of whole 16 bytes
+
 constexpr int THREADS = 256;
 
 template <typename T> struct Args {

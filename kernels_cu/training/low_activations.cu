@@ -14,6 +14,7 @@
 #include "activations.cuh"
 
 // From activations.cuh:
+//   EightFloats x: eight neighbouring channels, x.x[0] to x.x[7]; load8, store8: at addresses of whole 16 bytes
 //   Tanh, Sigmoid: value<T>(x) is y = f(x); slope<T>(y) the derivative at x
 
 constexpr int THREADS = 256;

@@ -13,6 +13,7 @@
 #include "training.cuh"
 
 // From training.cuh:
+//   EightFloats x: eight neighbouring channels, x.x[0] to x.x[7]; load8, store8: at addresses of whole 16 bytes
 //   Stored: eight neighbours as they are in memory
 //   Tokens: goes over the block's tokens
 

@@ -9,6 +9,10 @@
 // limits    x starts on 16 bytes, count a multiple of 8
 #include "training.cuh"
 
+// From training.cuh:
+//   EightFloats x: eight neighbouring channels, x.x[0] to x.x[7]; load8, store8: at addresses of whole 16 bytes
+//   block_sum: the sum over the block, by one barrier
+
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 struct Args {

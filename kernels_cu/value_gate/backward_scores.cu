@@ -29,7 +29,9 @@
 //   load_column         a lane's tokens of a channel from a tile
 //   PairDecays(a)       of the decays a of a lane's two tokens: those from the sub-chunk's start (`start`) and to its
 //                       end (`end`); MiddleFactors(a): the factors about its middle
-//   product_over(x, first, end) = x[first ... end - 1] multiplied
+//   product_over(x, first, end) = x[first ... end - 1] multiplied; decays_of(gates): two tokens' decays;
+//                       decay_over_subchunk: that of a channel, from its four lanes. AfterWrite: queries read after
+//                       their token's write, as GLA's; put_pair: stores two neighbours
 // From backward.cuh and gated/backward_scores.cuh
 //   ChunkScores         a warp's blocks of 16 x 16 scores and their places: half_row, half_column and quarter
 //   ChannelTokens       a tile [channel, token]; CHANNELS = 32

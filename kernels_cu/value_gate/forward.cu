@@ -42,8 +42,8 @@
 //   add_state_outputs_by_columns: o += q S; add_score_outputs_by_columns: o += A v; write_state_by_columns: the new S
 //   OperandOf<T>::Type: the type of operands in shared memory; place: the address of a number in a tile
 //   Tokens: rows in memory, read one number at a time, from tokens_at; ColumnsReader: loads pairs of tokens of the
-//     warp's columns; ChunkColumns: a warp's 16 columns of a chunk; four_lane_sums: sums over the 4 lanes that have a
-//     column; max_nan: NaN if one number is
+//     warp's columns; ChunkColumns: a warp's 16 columns of a chunk; decay_over_subchunk: of the lane's columns;
+//     four_lane_sums: sums over the 4 lanes that have a column; max_nan: NaN if one number is
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"

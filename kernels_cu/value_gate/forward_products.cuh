@@ -21,7 +21,9 @@
 //   OperandOf<T>::Type: the type of operands in shared memory; `words`: a lane's operand as registers of two 16-bit
 //     numbers; place: the address of a number in a tile
 //   Readers load operands from tiles: RowsReader queries, RightReader keys, ColumnsReader values and gates
-//   state_k: the chunk's keys, decayed for products with S
+//   state_k: the chunk's keys, decayed for products with S; decays_of(gates): two tokens' decays; RightBf16, RightTf32:
+//     right operands; own_lane: the lane's number, whose origin is hidden; scale_columns: a lane's outputs times a
+//     factor
 //   product_over(x, first, end): the product of x[first ... end - 1]
 //   Schedule: which launches and results there are; AfterWrite: queries read the state after their token's write
 //   ScoreStorage: the part of Shared that has A, of rows LDA apart, in which a score is the sum of NUMBERS numbers

@@ -75,8 +75,8 @@
 //   RingPosition: a chunk's stage, and the parity to wait for; next() is the next chunk's
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; BACKWARD_TOKENS: which of the
 //     kernels with these roles this one is; k_major_tile, mn_major_tile: wgmma's descriptors of tiles
-//   GradientStage: a chunk's q and k, and its matrices. store_pairs, store_state_dot, scale_state_products and so on:
-//     steps of compute_gradients, in scalar_token_gradients.cuh
+//   warp_arrive: one lane arrives for its warp. GradientStage: a chunk's q and k, and its matrices. store_pairs,
+//     store_state_dot, scale_state_products and so on: steps of compute_gradients, in scalar_token_gradients.cuh
 
 template <typename T> struct Args {
   TensorMap state_gradients;           // boxes of 64 columns of V and 64 channels, swizzled

@@ -19,7 +19,12 @@
 //   fetch_chunk, store_chunk: copy a chunk's rows of several arrays
 //   Segment, segment_of: one of P parts of a sequence, and its states in memory (segments.cuh)
 //   first_token(work, passed): the first token of a pass's next chunk; Registers: of a thread, by role
-//   K_MAJOR: a product sums over a row of the tile, MN_MAJOR: over the rows
+//   K_MAJOR: a product sums over a row of the tile, MN_MAJOR: over the rows. wgmma_fence_operand(d): d is not read
+//     before
+//   Values, Operand: a lane's part of [16 columns, 32 tokens], as sums and as operands; each_two: calls f for their
+//     pairs
+//   RingPosition: a chunk's stage, and the parity to wait for; registers_up, registers_down: set a warpgroup's
+//     registers
 
 // Has a block work on `tokens` tokens from `start` on, numbers that all lanes have. The shuffle tells the compiler so,
 // which then needs no register of each lane for them. The previous `start` is whole chunks away.

@@ -24,7 +24,8 @@
 //   left_operand_offset, right_operand_offset: a lane's offset for ldmatrix and stmatrix of the matrix [16, 16] at (0,
 //     0), shifted_offset: of the one at (row, column)
 //   split, store_split, rounding_errors; multiply_split(d, a, b): d += a b of split a and b
-//   opaque(x): x, whose origin it hides, so that the compiler computes offsets again: that saves registers
+//   RingPosition: a chunk's stage, and the parity to wait for. opaque(x): x, whose origin it hides, so that the
+//     compiler computes offsets again: that saves registers
 //   HAS_BETA: FORWARD or SUMMARY; IS_BACKWARDS: BACKWARD_STATES or BACKWARD_SUMMARY
 
 // Forward substitution: x = column lane % 16 of the inverse of a diagonal block [16, 16], of the first 16 tokens for

@@ -23,6 +23,8 @@
 //   Values, Operand: a lane's part of [16 rows, 32 columns], as sums and as a left operand
 //   wgmma_fence_operand(d): the compiler reads no register of d before it. OVERWRITE, ACCUMULATE: d = a b, d += a b
 //   RingPosition: a chunk's stage, and the parity to wait for. HAS_BETA: FORWARD or SUMMARY
+//   warp_arrive: one lane arrives for its warp. fence_proxy_async: orders stores before what wgmma and copies read
+//     later
 
 // Issues d = [q; k] k^T, a product [64, 32]: rows of queries, then of keys. A step sums over 16 channels, 32 bytes of
 // each row. K_MAJOR: the right tile has a row for each column of d.

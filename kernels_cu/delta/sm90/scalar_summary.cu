@@ -47,7 +47,8 @@
 //   make_scores, start_scores, store_scores: M; round_state: a state, rounded, as operands
 //   each_transposed: calls f(number, its address in memory) for this lane's numbers of a state
 //   RingPosition: a chunk's stage, and the parity to wait for; set_tokens: has the block work on these tokens
-//   CHUNK = 32 tokens; ALL_THREADS: of a block; Registers: of a thread, by role
+//   CHUNK = 32 tokens; ALL_THREADS: of a block; Registers: of a thread, by role; warp_arrive: one lane arrives for its
+//     warp
 
 template <typename T> struct Args {
   TensorMap k, v;  // boxes of a chunk's tokens and 64 columns, swizzled

@@ -25,6 +25,9 @@
 //   each_two            calls f(index, s, m) for each of these registers: of 8n + 2t and the next token, t = lane % 4,
 //                       and channel h of the lane's two, with index = 4n + 2h
 //   load_token_factors  loads a number for each of the lane's tokens, of 8n + 2t + p at 2n + p
+//   gate_of             a token's log gate; each_pair_of_state: calls f for each two neighbours of S and their address
+//   load_and_store_initial_state, state_index_of, is_last_segment (backward_tokens.cuh): of a sequence's first segment
+//                       in a direction, its state; the index of a segment's state; whether it is the last one
 //   low, high           the two numbers of a register; remainder_of: their rounding errors
 //   wgmma_fence_operand keeps uses of a product's result, and of its operands' registers, behind the wait
 constexpr int CHUNK = 32, CHANNELS = 64;  // tokens of a chunk, which the include needs; channels of a block

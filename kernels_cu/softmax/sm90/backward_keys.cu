@@ -44,6 +44,9 @@
 //   needs_mask, mask_rows: whether some query of a tile does not see some key; weights of such pairs become 0. Rows are
 //     keys here: a key is seen from `right` tokens before its position to `left` after it, hence the arguments' order
 //   slope_of_cap: 1 - tanh^2, from p = 2^(scale tanh - L); 0 if p is 0
+//   PendingStore: whether the copy engine may still read what the warp's store_rows stored last; release(barrier):
+//     waits for that, and arrives. init_stages<WARPS>: barriers that a producer and WARPS warps arrive at
+//   scale_over_cap: scale / cap; tanh_of: tanh; prefetch_work: starts copying the block's next Work; CHUNK_QUERIES = 64
 //   Work: a tile of keys. `other_...`: the sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, 0
 //     at the end of the list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the
 //     sequence's first chunk in `statistics`; `ds_index` + c: the entry of chunk c in a head's ds

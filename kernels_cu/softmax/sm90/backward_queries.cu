@@ -41,6 +41,11 @@
 //     later arrival at a barrier allows
 //   zero_rows: zeros in rows of other sequences; all warpgroups write the same, and each waits for its own threads only
 //   slope_of_cap: 1 - tanh^2, from the weight p; 0 if p is 0
+//   PendingStore: whether the copy engine may still read what the warp's store_rows stored last; release(barrier):
+//     waits for that, and arrives. init_stages<WARPS>: barriers that a producer and WARPS warps arrive at
+//   scale_over_cap: scale / cap; tanh_of: tanh; prefetch_work: starts copying the block's next Work; CHUNK_QUERIES = 64
+//   add_dot: adds products of two do and o; row_sum: over the four lanes that have a row; ldmatrix_row: a lane's
+//     address
 //   logarithm_or_infinity: L; or infinity, so that weights are 0, if the query sees no key (L is -infinity) or if |L|
 //     is above 2^24: the roundings of lse, of log2(e) and of their product then add up to about 2, which is a factor of
 //     2^2 of a weight

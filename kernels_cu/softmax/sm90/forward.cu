@@ -62,6 +62,8 @@
 //     the warp have, so that the compiler needs one register for it
 //   Tile: panels of PANEL = 64 columns, swizzled
 //   opaque: hides a value's origin from the compiler
+//   size_of_scale: |scale| log2 e, at least 1e-37; scale_over_cap: scale / cap; tanh_of: tanh; mask_rows: sets scores
+//     of keys that a query does not see
 
 constexpr int BOX_TOKENS = 64;  // of q
 constexpr float SLACK = 8.f;    // in base 2: weights are at most 2^8

@@ -22,7 +22,9 @@
 //     tile's first chunk of ds; `ds_index`: the sequence's first key tile of 128 in ds_offsets
 //   prefetch_work, take_prefetched_work: copy the block's next Work ahead, and take it; start_tile_copy: copies a tile
 //   consume_and_produce: gives warpgroups their roles and registers; store_rows: stores a warp's 16 rows of dq
-//   RingPosition: a place in the ring of stages; release(barrier): this warp arrives
+//   RingPosition: a place in the ring of stages; release(barrier): this warp arrives; init_stages<WARPS>: barriers that
+//     a producer and WARPS warps arrive at. warp_uniform(x): x, which all lanes of the warp have
+//   order_reads_before_copies: orders a warp's reads before the copies that a later arrival at a barrier allows
 //   issue_weighted_sum: starts dq[n] += ds[n] @ tile; wait_for<0>(sums): waits until all products have ended
 //   Tile: panels of PANEL = 64 columns, swizzled; CHUNK_QUERIES = 64
 
