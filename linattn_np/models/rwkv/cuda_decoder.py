@@ -37,7 +37,7 @@ from ...errors import ContractTypeError, NotSupported
 from ..devices import NotCopied
 from . import names
 from .cuda_prompts import MixOperations
-from .cuda_weights import FLOAT32, SCALES, array_of, entries, first_of, split_scales, stacked, widened
+from .cuda_weights import FLOAT32, SCALES, WeightCopies, entries, widened
 from .state import DTYPES as STATE_DTYPES
 from .state import STATE, State, check_state, shapes_and_dtypes
 from .version import Version
@@ -89,15 +89,8 @@ class CudaDecoder(NotCopied):
             raise NotSupported(f"{version.owner}: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
         self.sizes = checked_sizes(version, self.default_sizes | sizes, self.matrices, self.size_limits)
         self.layer_eps, self.group_eps = version.norm_eps(weights)
-        # `array_of` copies a weight by `load`, an int8 matrix as (numbers, scales): two fields after `split_scales`.
-        # The first axis is layers: L with `blocks`, whose prefixes are left out (""), else 1, dropped by `first_of`.
-        load = partial(stacked, device, version, weights, loaded)
-        self.model_weights = split_scales(
-            version.model_arrays(lambda *weight: first_of(array_of(load, self.matrices, *weight)))
-        )
-        self.all_layers = split_scales(
-            version.layer_arrays("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices))
-        )
+        copies = WeightCopies(device, version, weights, loaded, self.matrices)
+        self.model_weights, self.all_layers = copies.of_model(), copies.of_all_layers(sizes["L"])
         self.layers = [entries(self.all_layers, i) for i in range(sizes["L"])]
         self.allocate_buffers(batch)
         self.bound_key, self.launches, self.graph = None, (), None  # of the latest `bind`, and of `capture`

@@ -1,5 +1,6 @@
 """Copies a model's weights to the GPU: an array holds a matrix of all layers; int8 matrices have scales beside them."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,62 +31,81 @@ def widened(draft: Draft, q: Array, scales: Array, buffer: Array, dtype) -> Arra
     return w
 
 
-def array_of(load, dtype, field, weight, names):
-    """The array of one weight on the device: of a matrix in `dtype`, of others in float32.
+class WeightCopies:
+    """Copies a model's `weights`, by official name, to a device.
 
-    load : the function `stacked` with all arguments before `dtype` bound; for arrays of all layers, `blocks`, too
-    field, weight, names : the weight's name in the layers, its `version.Weight`, and its parameters' official names,
-        without the prefix of the block if `blocks` is bound
+    loaded : a function that is called with each array of `weights` once it has been copied, to count what is loaded
+    dtype : of matrices; with int8 each has two fields, the numbers and the scales of the rows. Others are float32
+
+    ContractError if numbers are beyond `dtype`'s range.
     """
-    if not weight.matrix:
-        return load(FLOAT32, names)
-    if field in AS_STORED:
-        row_multiple = kernels.DecodeFew.ROWS if names[1:] else 1  # several, of different ranks, get equal row counts
-        return load(BFLOAT16 if dtype == INT8 else dtype, names, False, row_multiple)
-    return load(dtype, names, weight.inputs_first, kernels.DecodeFew.ROWS)
 
+    def __init__(self, device, version, weights, loaded, dtype):
+        self.device, self.version, self.weights, self.loaded, self.dtype = device, version, weights, loaded, dtype
 
-def stacked(device, version, weights, loaded, dtype, names, transposed=False, row_multiple=1, blocks=None):
-    """The named parameters on the device, in one array [L, len(names), rows of a matrix, ...], a view of padded memory.
+    def of_model(self) -> SimpleNamespace:
+        """The arrays outside the layers."""
+        return entries(split_scales(self.version.model_arrays(partial(self.array_of, [""]))), 0)
 
-    blocks : L, the number of blocks to whose prefixes the names are appended; None for full names and L = 1
-    row_multiple : the number of each matrix's rows in memory is rounded up to a multiple of this, with zeros, so that
-        kernels may read tiles of this many rows. If numbers of rows differ, all matrices have the largest, rounded up
-    loaded : called with each array of `weights` once it has been copied, to count what is loaded
+    def of_all_layers(self, count) -> SimpleNamespace:
+        """The arrays of `count` layers, which are their first axis."""
+        prefixes = [f"blocks.{i}." for i in range(count)]
+        return split_scales(self.version.layer_arrays("", partial(self.array_of, prefixes)))
 
-    A parameter that a block does not have is zeros. The last block has all that any block has, and one of `names` or
-    more. With int8 the result is a pair, numbers and scales of the rows. ContractError if numbers are beyond `dtype`'s
-    range.
-    """
-    prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
-    of_last_block = [weights.get(prefixes[-1] + name) for name in names]
-    shapes = [array.shape[:: -1 if transposed else 1] for array in of_last_block if array is not None]
-    most_rows, *columns = max(shapes)  # of a vector the only axis is called rows, too
-    if min(shapes) != max(shapes):
-        most_rows = ceil_div(most_rows, row_multiple) * row_multiple
+    def array_of(self, prefixes, field, weight, names):
+        """One array [len(prefixes), ...], or with int8 a pair, numbers and scales, of the parameters prefix + name.
 
-    def buffer(*columns, dtype):
-        rows = ceil_div(most_rows, row_multiple) * row_multiple
-        return device.zeros((len(prefixes), len(names), rows, *columns), dtype)[:, :, :most_rows]
+        field, weight : the array's name in the layers, and its `version.Weight`
+        """
+        if not weight.matrix:
+            return self.stacked(prefixes, FLOAT32, names)
+        if field in AS_STORED:
+            row_multiple = kernels.DecodeFew.ROWS if names[1:] else 1  # several, of different ranks, get equal counts
+            dtype = BFLOAT16 if self.dtype == INT8 else self.dtype
+            return self.stacked(prefixes, dtype, names, row_multiple=row_multiple)
+        return self.stacked(prefixes, self.dtype, names, weight.inputs_first, kernels.DecodeFew.ROWS)
 
-    stacks = [buffer(*columns, dtype=dtype)]
-    if dtype == INT8:
-        stacks.append(buffer(dtype=FLOAT32))
-    for layer, prefix in enumerate(prefixes):
-        for index, name in enumerate(names):
-            if (array := weights.get(prefix + name)) is None:
-                continue
-            try:
-                with np.errstate(over="raise"):
-                    arrays = converted(array, dtype, transposed)
-            except FloatingPointError:
-                expected = "expected dtype 'bfloat16' or 'float32' for them"
-                version.refuse(f"{prefix + name} has numbers beyond {dtype}, {expected}")
-            for stack, host_array in zip(stacks, arrays):
-                # a copy of bytes, which compiles no kernel
-                device.copy(device.upload(host_array), stack[layer, index, : len(host_array)])
-            loaded(array)
-    return tuple(stacks) if dtype == INT8 else stacks[0]
+    def stacked(self, prefixes, dtype, names, transposed=False, row_multiple=1):
+        """The parameters in one array [len(prefixes), len(names), rows of a matrix, ...], a view of padded memory.
+
+        row_multiple : the number of each matrix's rows in memory is rounded up to a multiple of this, with zeros, so
+            that kernels may read tiles of this many rows. If numbers of rows differ, all matrices have the largest,
+            rounded up
+
+        A parameter that a block does not have is zeros. The last block has all that any block has, and one of `names`
+        or more.
+        """
+        device, weights = self.device, self.weights
+        of_last_block = [weights.get(prefixes[-1] + name) for name in names]
+        shapes = [array.shape[:: -1 if transposed else 1] for array in of_last_block if array is not None]
+        most_rows, *columns = max(shapes)  # of a vector the only axis is called rows, too
+        if min(shapes) != max(shapes):
+            most_rows = ceil_div(most_rows, row_multiple) * row_multiple
+
+        def buffer(*columns, dtype):
+            rows = ceil_div(most_rows, row_multiple) * row_multiple
+            return device.zeros((len(prefixes), len(names), rows, *columns), dtype)[:, :, :most_rows]
+
+        stacks = [buffer(*columns, dtype=dtype)]
+        if dtype == INT8:
+            stacks.append(buffer(dtype=FLOAT32))
+        for layer, prefix in enumerate(prefixes):
+            for index, name in enumerate(names):
+                if (array := weights.get(prefix + name)) is None:
+                    continue
+                for stack, host_array in zip(stacks, self.on_host(prefix + name, array, dtype, transposed)):
+                    # a copy of bytes, which compiles no kernel
+                    device.copy(device.upload(host_array), stack[layer, index, : len(host_array)])
+                self.loaded(array)
+        return tuple(stacks) if dtype == INT8 else stacks[0]
+
+    def on_host(self, name, array, dtype, transposed):
+        """`converted` of a parameter, which `name` names in the error if numbers are beyond `dtype`'s range."""
+        try:
+            with np.errstate(over="raise"):
+                return converted(array, dtype, transposed)
+        except FloatingPointError:
+            self.version.refuse(f"{name} has numbers beyond {dtype}, expected dtype 'bfloat16' or 'float32' for them")
 
 
 def converted(array, dtype, transposed) -> tuple:
@@ -103,11 +123,6 @@ def converted(array, dtype, transposed) -> tuple:
     if dtype != INT8:
         return (np.ascontiguousarray(array, dtype),)
     return tuple(part[0] for part in quantised(np.ascontiguousarray(array)[None], "int8"))
-
-
-def first_of(stack):
-    """The first layer's part of an array of all layers, or of both arrays of a pair (numbers, scales)."""
-    return tuple(part[0] for part in stack) if isinstance(stack, tuple) else stack[0]
 
 
 def split_scales(weights) -> SimpleNamespace:
