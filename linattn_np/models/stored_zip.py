@@ -4,6 +4,8 @@ import math
 import re
 import struct
 import zlib
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,55 +19,96 @@ MAX_HEADER = 1 << 10  # bytes of an .npy's header
 HEADER = re.compile(rb"\{'descr': '([^']{1,20})', 'fortran_order': (False|True), 'shape': \(([\d, ]{0,200})\), \} *\n")
 
 
+class Record(NamedTuple):
+    """A kind of record in a zip.
+
+    signature : its first four bytes
+    layout, names : of the fields after them, the layout as in `struct`, and the names; "_" if nobody reads a field
+    """
+
+    signature: bytes
+    layout: str
+    names: str
+
+    @property
+    def size(self) -> int:
+        return struct.calcsize(f"<4s{self.layout}")
+
+    def read(self, data, start, wanted) -> SimpleNamespace:
+        """The fields of the record from byte `start` on. FileError, which says that `wanted` was expected, unless the
+        record is inside the file and has the signature."""
+        if not 0 <= start <= len(data) - self.size or data[start : start + 4] != self.signature:
+            refuse(f"the zip is cut short or damaged at byte {start}", wanted)
+        _, *values = struct.unpack_from(f"<4s{self.layout}", data, start)
+        return SimpleNamespace(**dict(zip(self.names.split(), values, strict=True)))
+
+
+# size, start: of the directory; packed, unpacked: sizes of an entry; name, extra, comment: of what follows a record.
+END = Record(b"PK\5\6", "4H2IH", "_ _ _ count size start comment")
+END64 = Record(b"PK\6\6", "Q2H2I4Q", "_ _ _ _ _ _ count size start")
+LOCATOR64 = Record(b"PK\6\7", "IQI", "_ end64 _")  # the place of END64
+ENTRY = Record(
+    b"PK\1\2", "6H3I5H2I", "_ _ flags method _ _ checksum packed unpacked name extra comment _ _ _ local_header"
+)
+LOCAL_HEADER = Record(b"PK\3\4", "5H3I2H", "_ flags method _ _ _ packed unpacked name extra")
+ENCRYPTED, SIZES_FOLLOW = 1, 8  # bits of `flags`; the latter: the sizes are behind the entry, 0 in its local header
+
+
 def directory(data) -> dict[str, tuple[int, int]]:
     """{name: (first byte, size)} of all entries, as the zip's directory says and the local headers confirm.
 
     It refuses what other readers might read differently: the directory and its end records must be the end of the file
     and agree with each other, names must be unique, entries must not be compressed, and checksums must be right.
     """
-    end = len(data) - 22  # the end of the directory, which is the first byte of its first end record
-    *_, count, size, start, comment = fields(data, "<4s4H2IH", end, b"PK\5\6", "an end record in the last 22 bytes")
-    if comment:
-        refuse(f"the zip ends with a comment of {comment} bytes", "none")
-    if data[max(end - 20, 0) : end][:4] == b"PK\6\7":  # a zip64 end record, its locator, and the plain end record
-        narrow, locator = (count, size, start), end - 20
-        _, _, end, _ = fields(data, "<4sIQI", locator, b"PK\6\7", "a zip64 locator")
-        *_, count, size, start = fields(data, "<4sQ2H2I4Q", end, b"PK\6\6", "a zip64 end record")
-        if end + struct.calcsize("<4sQ2H2I4Q") != locator:
+    count, start, end = place_of_directory(data)
+    entries, checksums, position = {}, {}, start
+    while position < end:
+        entry = ENTRY.read(data, position, "the next entry of the zip's directory")
+        position += ENTRY.size
+        raw = data[position : position + entry.name]
+        name = raw.decode("utf-8", "backslashreplace")
+        extra = data[position + entry.name : position + entry.name + entry.extra]
+        position += entry.name + entry.extra + entry.comment
+        unpacked, packed, local_header = zip64_values((entry.unpacked, entry.packed, entry.local_header), extra)
+        if entry.method or entry.flags & ENCRYPTED or packed != unpacked:
+            sizes = f"{packed} bytes for {unpacked}"
+            refuse(
+                f"entry {shown(name)} is compressed or encrypted (method {entry.method}, {sizes})", "it stored as it is"
+            )
+        if name in entries:
+            refuse(f"entry {shown(name)} is there twice", "names that differ")
+        entries[name], checksums[name] = body(data, local_header, raw, unpacked, start), entry.checksum
+    if position != end or len(entries) != count:
+        refuse(f"the zip's directory has {len(entries)} entries up to byte {position}", f"{count}, up to byte {end}")
+    verify_checksums(data, entries, checksums)
+    return entries
+
+
+def place_of_directory(data) -> tuple[int, int, int]:
+    """(the number of entries, the directory's first byte, its end, which is the first byte of its first end record)."""
+    end = len(data) - END.size
+    last = record = END.read(data, end, "an end record in the last 22 bytes")
+    if last.comment:
+        refuse(f"the zip ends with a comment of {last.comment} bytes", "none")
+    locator = end - LOCATOR64.size
+    if data[max(locator, 0) : end][:4] == LOCATOR64.signature:  # END64, LOCATOR64 and END end the file
+        end = LOCATOR64.read(data, locator, "a zip64 locator").end64
+        record = END64.read(data, end, "a zip64 end record")
+        if end + END64.size != locator:
             refuse(
                 f"the zip64 end record is at byte {end}, and its locator at byte {locator}", "one right after the other"
             )
-        wide = (min(count, 0xFFFF), min(size, WIDE), min(start, WIDE))
-        if any(number not in (here, limit) for number, here, limit in zip(narrow, wide, (0xFFFF, WIDE, WIDE))):
-            refuse(f"the zip's end records say {narrow} and {(count, size, start)}", "the same of both")
+        narrow, wide = ((each.count, each.size, each.start) for each in (last, record))
+        limits = 0xFFFF, WIDE, WIDE  # of the narrow fields, which then have these values
+        if any(number not in (min(full, limit), limit) for number, full, limit in zip(narrow, wide, limits)):
+            refuse(f"the zip's end records say {narrow} and {wide}", "the same of both")
+    count, size, start = record.count, record.size, record.start
     if start + size != end or size > MAX_INDEX:
         refuse(
             f"the zip's directory has {size} bytes from byte {start}, and its end record is at byte {end}",
             f"at most {MAX_INDEX} bytes, right before its end record",
         )
-    entries, checksums, position = {}, {}, start
-    while position < end:
-        entry = fields(data, "<4s6H3I5H2I", position, b"PK\1\2", "the next entry of the zip's directory")
-        _, _, _, flags, method, _, _, checksum, packed, unpacked, *sizes, _, _, _, header = entry
-        name_size, extra_size, comment_size = sizes
-        position += 46
-        raw = data[position : position + name_size]
-        name = raw.decode("utf-8", "backslashreplace")
-        extra = data[position + name_size : position + name_size + extra_size]
-        position += name_size + extra_size + comment_size
-        unpacked, packed, header = zip64_values((unpacked, packed, header), extra)
-        if method or flags & 1 or packed != unpacked:
-            refuse(
-                f"entry {shown(name)} is compressed or encrypted (method {method}, {packed} bytes for {unpacked})",
-                "it stored as it is",
-            )
-        if name in entries:
-            refuse(f"entry {shown(name)} is there twice", "names that differ")
-        entries[name], checksums[name] = body(data, header, raw, unpacked, start), checksum
-    if position != end or len(entries) != count:
-        refuse(f"the zip's directory has {len(entries)} entries up to byte {position}", f"{count}, up to byte {end}")
-    verify_checksums(data, entries, checksums)
-    return entries
+    return count, start, end
 
 
 def verify_checksums(data, entries, checksums):
@@ -80,31 +123,22 @@ def verify_checksums(data, entries, checksums):
             refuse(f"entry {shown(name)} is damaged, with the checksum {found:#010x}", f"{checksums[name]:#010x}")
 
 
-def body(data, header, name, size, end):
-    """(first byte, size) of the entry with its local header at byte `header`. FileError if that header has another name
-    or size, or if the entry goes beyond byte `end`."""
+def body(data, local_header, name, size, end):
+    """(first byte, size) of the entry whose local header is at byte `local_header`. FileError if that header has
+    another name or size, or if the entry goes beyond byte `end`."""
     entry = f"entry {shown(name.decode('latin-1'))}"
-    _, _, flags, method, _, _, _, packed, unpacked, name_size, extra_size = fields(
-        data, "<4s5H3I2H", header, b"PK\3\4", f"the local header of {entry}"
-    )
-    start = header + 30 + name_size + extra_size
-    same_name = data[header + 30 : header + 30 + name_size] == name
-    sizes = {size, WIDE, 0} if flags & 8 else {size, WIDE}  # 8: the sizes follow the entry
-    if method or flags & 1 or not same_name or not {packed, unpacked} <= sizes:
+    header = LOCAL_HEADER.read(data, local_header, f"the local header of {entry}")
+    name_start = local_header + LOCAL_HEADER.size
+    start = name_start + header.name + header.extra
+    same_name = data[name_start : name_start + header.name] == name
+    sizes = {size, WIDE, 0} if header.flags & SIZES_FOLLOW else {size, WIDE}
+    if header.method or header.flags & ENCRYPTED or not same_name or not {header.packed, header.unpacked} <= sizes:
         refuse(
             f"the local header of {entry} disagrees with the zip's directory", f"the same name, stored, {size} bytes"
         )
     if start + size > end:
         refuse(f"{entry} runs to byte {start + size}", f"its end before byte {end}")
     return start, size
-
-
-def fields(data, layout, start, signature, wanted):
-    """The fields of the record from byte `start` on, of a `layout` as in `struct`. FileError, which says that `wanted`
-    was expected, unless the record is inside the file and begins with the four bytes `signature`."""
-    if not 0 <= start <= len(data) - struct.calcsize(layout) or data[start : start + 4] != signature:
-        refuse(f"the zip is cut short or damaged at byte {start}", wanted)
-    return struct.unpack_from(layout, data, start)
 
 
 def zip64_values(values, extra):
