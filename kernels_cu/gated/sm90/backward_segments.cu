@@ -107,7 +107,6 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   // `wanted`.
   __device__ __forceinline__ bool vote(int n, bool wanted) const {
     const int slot = (votes_before + n) % STAGES;
-    fence_proxy_async();  // orders these reads before the next copies to the same stages
     const bool any = named_barrier_any(VOTE, CONSUMERS<BK>, wanted);
     if (threadIdx.x == 0) s.wanted[slot] = any;
     mbarrier_arrive(s.voted[slot]);
@@ -117,6 +116,7 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   __device__ __forceinline__ bool result(int n) const {
     const int slot = (votes_before + n) % STAGES;
     mbarrier_wait(s.voted[slot], (votes_before + n) / STAGES & 1);
+    fence_proxy_async();  // orders the consumers' reads before the next copies to the same stages
     return s.wanted[slot];
   }
   // Whether the walk goes on after the n-th chunk: a consumer needs another one, and the segment has it.

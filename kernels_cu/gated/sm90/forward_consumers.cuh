@@ -337,15 +337,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     wgmma_commit();
   }
 
-  // Orders this thread's reads of a stage before the next copy to it by the other block of the cluster. Each lane calls
-  // it after its reads of decays; lane 0 again, in `release`, after its read of the header.
-  __device__ __forceinline__ void order_reads_before_peer_copy() const {
-    if constexpr (Schedule::CLUSTER_SIZE > 1) fence_proxy_async();
-  }
-
   // Tells the blocks that made a chunk's operands that this warp has read them; for one lane of a warp.
   __device__ __forceinline__ void release(u32 chunk, u32 stage) {
-    order_reads_before_peer_copy();
     const bool made_here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_in_cluster<Schedule>();
     if (made_here) mbarrier_arrive(s.empty[stage]);
     if (Schedule::K_RANKS > 1 || !made_here) mbarrier_arrive_at_other_block(s.empty[stage]);
@@ -373,12 +366,12 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     start_products(stage);
 
     if constexpr (!Schedule::has_outputs) {
-      fence_proxy_async();                                  // orders these reads before the next copy of v
       named_barrier_sync(VALUES_BARRIER + warpgroup, 128);  // every warp has read v: its slot may be filled again
     }
     // The slot of the previous chunk is refilled; before chunk 0 all slots are filled already.
     if (thread == 0 && chunk && token + (SLOTS - 1) * CHUNK < tokens && !threads_copy_rows<Schedule>(args)) {
       tensor_store_wait();  // the previous chunk's o has left the slot into which v is copied
+      if constexpr (!Schedule::has_outputs) fence_proxy_async();  // orders the warps' reads before this copy
       fetch(chunk + SLOTS - 1);
     }
     __syncwarp();                           // thread 0's warp goes on together, as stmatrix and wgmma need
@@ -393,7 +386,6 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
         stmatrix_x4_trans(ldmatrix_row(values, 16 * half), rows);
       }
     }
-    order_reads_before_peer_copy();
     // Lane 0 reads the header, since lane 0 releases the stage after that.
     const bool one_by_one = __any_sync(0xffffffffu, thread % 32 == 0 && s.headers[stage].row[0] != WHOLE_CHUNK);
     wgmma_wait<0>();  // S is complete, and the stage's operands have been read
@@ -425,7 +417,6 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
         const u32 own_chunk = Choices::HOLDS_CHUNK ? chunk : u32(opaque(chunk));
         put_output_row(s.v[own_warpgroup][own_chunk % SLOTS][0], o, row % MORE_FILLS, own_thread);
       }
-      order_reads_before_peer_copy();
       __syncwarp();  // all lanes have read the decays, so that lane 0 may release the stage
       if (thread % 32 == 0) release(chunk, stage);
     }

@@ -408,7 +408,6 @@ __device__ __forceinline__ bool store_decays_and_vote(float (&a)[SUB_CHUNK][GATE
     for (int c = 0; c < GATES; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
   }
   put_decay(s.decays[coord.group], coord, decay);
-  if constexpr (HAS_CHANNEL_GATES<G>) fence_proxy_async();  // orders these reads before the next copy of gates
   // The sub-chunks' decays are in shared memory; all warps have read their gates and the previous chunk's
   // score_operands.
   bool grows = named_barrier_any(PRODUCER_BARRIER + coord.group, THREADS, largest_gate != LIMIT || after_overflow);
@@ -416,10 +415,7 @@ __device__ __forceinline__ bool store_decays_and_vote(float (&a)[SUB_CHUNK][GATE
   if ((SCALES_ROWS || !BORDER_IS_NARROWER<Schedule, T>) && above_limit) {
     bool exceeds_here = exceeds<G>(largest_gate, GATE_LIMIT<T, G>);
     if constexpr (!HAS_CHANNEL_GATES<G>) exceeds_here &= exceeds_growth<T>(scalar_gate);
-    else {
-      exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
-      fence_proxy_async();  // orders these reads, too, before the next copy of gates
-    }
+    else exceeds_here = exceeds_here && exceeds_growth<T>(in, coord.channel);
     grows = named_barrier_any(PRODUCER_BARRIER + coord.group, THREADS, exceeds_here);
   }
   return grows;
@@ -454,8 +450,9 @@ __device__ __forceinline__ void put_header(Header& header, int rank, const Produ
 //    8  barrier of the group: operands are stored, q and k have been read; so have the decays, which 1 stores again
 //    9  the next chunk's q and k are copied over this chunk's; operands are sent to the cluster's other block
 //   10  scores are stored; cluster: barrier of the group, then scores are sent
-// A fence_proxy_async is between a group's own accesses and a later copy from or to the same memory: for 3 before each
-// vote of 2, since both read gates; for 9 before 8; for the scores in 10.
+// Between the group's own accesses and later copies from or to the same memory are a barrier, and then a
+// fence_proxy_async of the copying thread, thread 0: at the start of 3, of 9 and of the sending in 10. That of 9 is also
+// after the reads by the other block's consumers, which 4 waits for, of what the sent operands overwrite there.
 template <class Order, bool SCALES_ROWS, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
                                                   const ProducerCoord<BK>& coord, const ChunkJob& job,
@@ -476,7 +473,11 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   float a[SUB_CHUNK][GATES];  // decays of single tokens
   bool above_limit;
   bool grows = store_decays_and_vote<SCALES_ROWS>(a, above_limit, s, coord, scalar_gate, after_overflow);
+  const auto fence_copies = [&] {
+    if (coord.thread == 0) fence_proxy_async();
+  };
   const auto fetch_next_gates = [&] {
+    if constexpr (HAS_CHANNEL_GATES<G>) fence_copies();
     fetch_gates(s, args, coord.thread, job.group, job.next, job.tokens);
     next_scalar_gate = load_scalar_gate(s, args, coord, job.next);
   };
@@ -535,9 +536,9 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
                        q_scales, earlier_decay, u, self_scores, direct);
     // The flag is never reset: later chunks of the group return GROWS above, because of after_overflow.
     if (CHECKS_RANGE && direct.out_of_range(lane)) score_operands.out_of_float16 = true;
-    fence_proxy_async();  // orders these reads before the next copies of q and k
     // All operands are in shared memory; q and k have been read.
     named_barrier_sync(PRODUCER_BARRIER + coord.group, Coord::THREADS);
+    fence_copies();
     const bool out_of_float16 = CHECKS_RANGE && score_operands.out_of_float16;
     fetch_next_qk();
     if (Schedule::CLUSTER_SIZE > 1 && coord.thread == 0 && !out_of_float16) send_operands(s, job.stage, job.rank, full);
@@ -547,15 +548,15 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     if (CHECKS_RANGE && __builtin_expect(__any_sync(0xffffffffu, out_of_float16), false))
       return ChunkResult::OUT_OF_FLOAT16;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
-      fence_proxy_async();
       // All scores are in shared memory: one thread may send them.
       named_barrier_sync(PRODUCER_BARRIER + coord.group, Coord::THREADS);
+      fence_copies();
       if (coord.thread == 0) send_scores(s, job.stage, job.rank, full);
     }
   } else {
-    fence_proxy_async();  // orders these reads before the next copy of k
     // Keys and the sub-chunks' decays have been read.
     named_barrier_sync(PRODUCER_BARRIER + coord.group, Coord::THREADS);
+    fence_copies();
     fetch_next_qk();
   }
   return ChunkResult::MADE;

@@ -148,14 +148,12 @@ __device__ __noinline__ void clear_gates(InputStage<HAS_OUTPUTS, T, G, BK>& in, 
   if constexpr (HAS_CHANNEL_GATES<G>)
     for (int row = max(first_row, tokens_left); row < first_row + SUB_CHUNK; ++row)
       for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
-  fence_proxy_async();  // orders these stores before the copy of the next chunk to the same place
 }
 template <bool HAS_OUTPUTS, typename T, typename G, int BK>
 __device__ __noinline__ void clear_keys(InputStage<HAS_OUTPUTS, T, G, BK>& in, int first_row, int tokens_left,
                                         int channel) {
   for (int row = max(first_row, tokens_left); row < first_row + SUB_CHUNK; ++row)
     for (int c = channel; c < channel + 4; ++c) in.k[row][c] = from_float<T>(0.f);
-  fence_proxy_async();  // orders these stores before the copy of the next chunk to the same place
 }
 
 // Starts copying a chunk's rows by all threads of a group, for arrays whose tokens have a negative stride, which tensor
@@ -235,7 +233,7 @@ __device__ __forceinline__ void fetch_qk(Shared<Schedule, T, G, BK, BV>& s, cons
 }
 
 // Start copying this block's operands, or scores A, to the same stage of the cluster's other block, where each copy
-// arrives at `full`. For one thread, after a fence_proxy_async of each thread and a barrier of the group. rank: if
+// arrives at `full`. For one thread, after a barrier of the group and then a fence_proxy_async of its own. rank: if
 // K_RANKS > 1, this block's number in the cluster, and so the index of its own BK channels in a stage; else 0.
 constexpr int SENT = 4;  // the copies of a chunk, for which `full` waits: q, k, decays and scores
 template <class S> __device__ __forceinline__ void send_operands(const S& s, int stage, int rank, MBarrier& full) {
