@@ -13,7 +13,7 @@
 // barriers  mbarriers. gates_copied, qk_copied [group]: a chunk's inputs are there; full [stage]: its operands are
 //           complete; empty [stage]: consumers have read them; values_copied: a chunk of v is in its slot. Named
 //           barriers: forward_storage.cuh
-// numerics  S in float32 accumulators; no difference of cumulated gates; see forward_producers.cuh
+// numerics  S in float32 accumulators; no difference of cumulated gates; see forward_operands.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; float16 or bfloat16 data T; K and V multiples of 8; a block has at most BK channels of K and BV
 //           columns of V, BK and BV 64 or 128; rows start on 16 bytes

@@ -149,7 +149,7 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
 // q_i . k_i, or, if BEFORE, at [i, i - 1], q_i . k_(i - 1), which are in a lane's numbers 0 and 1. out_of_range, if
 // SQUARES, uses scores[m] at [i, i] of keys, |k_i|^2, in numbers 2 and 3, and squares[m] at [i, i] of queries, |q_i|^2,
 // in numbers 0 and 1. Only rows of one token, or if BEFORE of q_i and k_(i - 1), need the same order of their 16-byte
-// pieces: each token begins with another piece, so that 8 rows are in all banks. put_queries (forward_producers.cuh)
+// pieces: each token begins with another piece, so that 8 rows are in all banks. put_queries (forward_operands.cuh)
 // takes a step for each row of queries that it stores, which hides the step's latency. Each product is of 8 channels,
 // so that no register has to move.
 template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectProducts {
