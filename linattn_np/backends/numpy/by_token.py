@@ -22,17 +22,17 @@ def is_finite(*arrays):
 ROOM = 24 * np.log(2)  # decays below the range may become 0 if they multiply numbers up to exp(ROOM) = 2^24
 
 
-def largest(*arrays):
+def log_largest(*arrays):
     """The logarithm of the product of the arrays' largest magnitudes, each at least 1."""
     return sum(np.log(np.maximum(1, np.maximum(x.max(), -x.min()))) for x in arrays if x.size)
 
 
-def underflows(g, nats):
+def underflows(g, log_largest):
     """Which chunks [...] of log gates [..., C, K] products would compute wrongly: in some channel the decays multiply
     to less than the dtype's smallest normal number, and they may multiply numbers above exp(ROOM): the product of the
-    chunk's growing gates and exp(nats)."""
+    chunk's growing gates and exp(log_largest)."""
     decay, growth = np.minimum(g, 0).sum(-2), np.maximum(g, 0).sum(-2)
-    return ((decay < np.log(np.finfo(g.dtype).tiny)) & (growth + nats > ROOM)).any(-1)
+    return ((decay < np.log(np.finfo(g.dtype).tiny)) & (growth + log_largest > ROOM)).any(-1)
 
 
 def recurrence(u, scale, exclusive):

@@ -23,6 +23,7 @@ small, or above MOST, which makes those other terms large.
 """
 
 from functools import wraps
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,10 +63,10 @@ class Gates:
         `states` [B, H, n, K, V]: those that the decays multiply."""
         if self.strong is None:
             return False
-        nats = by_token.largest(*states)
-        if nats <= by_token.ROOM and self.g.max() <= 0:
+        log_largest = by_token.log_largest(*states)
+        if log_largest <= by_token.ROOM and self.g.max() <= 0:
             return False
-        return bool(by_token.underflows(self.g[self.strong], nats).any())
+        return bool(by_token.underflows(self.g[self.strong], log_largest).any())
 
     def serve_gradients(self, least):
         """Whether these gates, made with `least` None for the forward pass, are also those for gradients."""
@@ -132,7 +133,8 @@ def mask_future(A, exclusive):
 
 
 def gated_scores(q, k, gates, exclusive, decay, scratch, keep=False):
-    """(qg, kg [..., C, K], A [..., C, C]); fills the chunk's whole decay [..., K or 1]. `keep` for the gradients."""
+    """(qg, kg [..., C, K], A [..., C, C]); fills the chunk's whole decay [..., K or 1]. `keep`: whether `gates` keeps
+    what `gated_scores_vjp` needs."""
     qg, kg, A = scratch("qg", q.shape), scratch("kg", k.shape), scratch("A", (*q.shape[:-1], q.shape[-2]))
     if gates.any_weak:
         gates.queries, gates.keys = (scratch("queries", q.shape), scratch("keys", k.shape)) if keep else (qg, kg)
@@ -161,7 +163,8 @@ def factored(q, k, gates, exclusive, qg, kg, A, decay):
 
 
 def decay_query(q, decays, exclusive, out=None):
-    """q_i exp(d_i) from decays = exp(b): d = b, or b of the token before."""
+    """q_i times its token's decays, such as exp(b_i); if exclusive, times those of the token before, and q_1 as it
+    is."""
     if not exclusive:
         return np.multiply(q, decays, out=out)
     out = np.empty(q.shape, q.dtype) if out is None else out
@@ -290,15 +293,24 @@ def decay_vjp(decay, h, dh_after):
 # -- by halves --------------------------------------------------------------------------------------------------------
 
 
-def doubling(C):
-    """Yields the levels of halving, (blocks, tokens of their first half, tokens of their second half), from pairs of
-    tokens up to the whole chunk of C tokens."""
+class Level(NamedTuple):
+    """A level of halving: the number of its blocks, which begin with the chunk's first token, and the tokens of their
+    first half and of their second half."""
+
+    blocks: int
+    first: int
+    second: int
+
+
+def levels(C):
+    """Yields the levels from pairs of tokens up to the whole chunk of C tokens. Where C is no power of two, the last
+    levels have one block, which grows by a second part of the same size."""
     size = 1
     while C % (2 * size) == 0:
-        yield C // (2 * size), size, size
+        yield Level(C // (2 * size), size, size)
         size *= 2
     for first in range(size, C, size):
-        yield 1, first, size
+        yield Level(1, first, size)
 
 
 def halves_of(x, level):
@@ -331,8 +343,8 @@ class Halves:
         self.decayed_queries = self.q.copy() if keep and not exclusive else None  # by their tokens' own gates
         if not exclusive:
             diagonal(self.A)[...] = np.vecdot(q, k)
-        for level in doubling(C):
-            n = level[0]
+        for level in levels(C):
+            n = level.blocks
             merged = decay[:, : 2 * n].reshape(m, n, 2, 1, -1)
             first, second = merged[:, :, 0], merged[:, :, 1]
             queries, keys = halves_of(self.q, level)[1], halves_of(self.k, level)[0]
@@ -347,10 +359,11 @@ class Halves:
     def vjp(self, dA, dqg, dkg, through):
         """(dq, dk, dg), by the loop of `__init__` backwards; dA is 0 on and above the diagonal."""
         dq, dk = dqg.copy(), dkg.copy()
-        # [m, blocks, K or 1], at first one block: the term of the gradient that all gates of a block have in common
+        # [m, blocks, K or 1]: the term of the gradient that all gates of a block have in common. At first one block, in
+        # the end one for each token
         flow = through[:, None]
         for level, first, second, queries, keys in reversed(self.levels):
-            n, square = level[0], square_of(dA, level)
+            n, square = level.blocks, square_of(dA, level)
             dqueries, dkeys = halves_of(dq, level)[1], halves_of(dk, level)[0]
             dqueries *= first
             dkeys *= second
