@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,17 @@ def checked_bias(bias) -> dict[int, float]:
 def moderate(x):
     """Whether x is a PENALTY."""
     return abs(x) <= 1e30
+
+
+class Group(NamedTuple):
+    """What sequences have in common whose tokens are drawn together; `limits` are top_k, top_p and min_p, `adjusts`:
+    whether penalties or biases change the logits."""
+
+    vocabulary: int | None
+    temperature: float
+    temperature_last: bool
+    limits: tuple[int, float, float]
+    adjusts: bool
 
 
 @dataclass(frozen=True)
@@ -129,11 +140,10 @@ class Sampling:
             ) from None
 
     @cached_property
-    def group(self) -> tuple:
-        """(vocabulary, temperature, (top_k, top_p, min_p, temperature_last), whether logits are adjusted). Tokens of
-        sequences with equal groups are drawn by the same calls of NumPy."""
-        choice = self.top_k, self.top_p, self.min_p, self.temperature_last
-        return self.vocabulary, self.temperature, choice, self.penalizes or bool(self.bias)
+    def group(self) -> Group:
+        """Tokens of sequences with equal groups are drawn by the same calls of NumPy."""
+        limits, adjusts = (self.top_k, self.top_p, self.min_p), self.penalizes or bool(self.bias)
+        return Group(self.vocabulary, self.temperature, self.temperature_last, limits, adjusts)
 
     @cached_property
     def penalizes(self) -> bool:
@@ -220,16 +230,17 @@ def draw_each(samplers, logits) -> list[int]:
     uniforms = [sampler.rng.random() if sampler.how.temperature else 0.0 for sampler in samplers]
 
     def draw(part):
-        (_, temperature, (*limits, temperature_last), adjusts), indices, rows = part
-        rows = rows.astype(np.float32, copy=adjusts)
-        if adjusts:
+        group, indices, rows = part
+        rows = rows.astype(np.float32, copy=group.adjusts)
+        if group.adjusts:
             for row, index in enumerate(indices):
                 rows[row] = samplers[index].adjusted(rows[row])
-        if temperature == 0:
+        if group.temperature == 0:
             return rows.argmax(axis=1)
-        before_limits, after_limits = (1.0, temperature) if temperature_last else (temperature, 1.0)
+        last, temperature = group.temperature_last, group.temperature
+        before_limits, after_limits = (1.0, temperature) if last else (temperature, 1.0)
         p = probabilities(rows, before_limits)
-        return drawn_ids(p, *limits, [uniforms[index] for index in indices], after_limits)
+        return drawn_ids(p, *group.limits, [uniforms[index] for index in indices], after_limits)
 
     parts = list(grouped_rows(logits, [sampler.how.group for sampler in samplers]))
     tokens: dict[int, int] = {}

@@ -131,46 +131,48 @@ class RunningMaximum(LinearAttention):
     with n_t the maximum of q_t + m_t over the channels. The gates divide all keys up to token t by exp(m_t), which the
     queries have as a factor. o is a ratio, in which exp(n_t) cancels. So neither m nor n has a gradient. The operator's
     state is exp(m_T) times the state of gla.
+
+    first_scale, last_maximum : exp(m_0) and m_T [N, H, K], for each sequence
     """
 
     def __init__(self, problem):
         super().__init__(problem)
         q, k = (problem[name].astype(problem.compute_dtype) for name in "qk")
         least, count = np.finfo(k.dtype).min, problem.spans.count
-        start = self.initial_maximum(least / 2)  # least / 2: the gate to keys up to -least / 2 is finite
-        largest, self.g, self.last = np.empty_like(k), np.zeros_like(k), start.copy()
+        # least / 2: the gate to keys up to -least / 2 is finite
+        first_maximum, self.first_scale = self.initial_maximum(least / 2)
+        maximum, self.g, self.last_maximum = np.empty_like(k), np.zeros_like(k), first_maximum.copy()
         for s, (first, stop) in enumerate(problem.spans):
-            tokens, before = np.s_[:, :, first:stop], start[s::count][:, :, None]
-            np.maximum(np.maximum.accumulate(k[tokens], axis=2), before, out=largest[tokens])
-            self.g[tokens] = np.concatenate([before, largest[tokens]], axis=2)[:, :, :-1] - largest[tokens]
-            self.last[s::count] = np.concatenate([before, largest[tokens]], axis=2)[:, :, -1]
+            tokens, before = np.s_[:, :, first:stop], first_maximum[s::count][:, :, None]
+            np.maximum(np.maximum.accumulate(k[tokens], axis=2), before, out=maximum[tokens])
+            self.g[tokens] = np.concatenate([before, maximum[tokens]], axis=2)[:, :, :-1] - maximum[tokens]
+            self.last_maximum[s::count] = np.concatenate([before, maximum[tokens]], axis=2)[:, :, -1]
         self.constant_gate = False
-        self.k = np.exp(k - largest)
-        q = q + largest
+        self.k = np.exp(k - maximum)
+        q = q + maximum
         self.q = np.exp(q - np.maximum(q.max(-1, keepdims=True), least))
 
     def initial_maximum(self, least):
-        """m_0 [N, H, K], the logarithm of a channel's largest number in the initial state, or `least` if all are 0. It
-        also sets `top` to exp(m_0), or to 1 for the latter channels."""
+        """(m_0 [N, H, K], the logarithm of a channel's largest number in the initial state, or `least` if all are 0;
+        exp(m_0), or 1 for the latter channels)."""
         state = super().initial_state()
-        self.top = np.abs(state).max(-1)
-        start = np.where(self.top > 0, np.log(self.top), np.array(least, state.dtype))
-        self.top[self.top == 0] = 1
-        return start
+        largest = np.abs(state).max(-1)
+        maximum = np.where(largest > 0, np.log(largest), np.array(least, state.dtype))
+        return maximum, np.where(largest == 0, state.dtype.type(1), largest)
 
     def initial_state(self):
-        return super().initial_state() / self.top[..., None]
+        return super().initial_state() / self.first_scale[..., None]
 
     def split(self, state):
-        return super().split(state * np.exp(self.last)[..., None])
+        return super().split(state * np.exp(self.last_maximum)[..., None])
 
     def state_vjp(self, dparts):
         """As in `Member`. A gradient of 0 stays 0 also if exp(m_T) is infinite."""
         dstate = self.state(dparts)
-        return np.where(dstate == 0, 0, dstate * np.exp(self.last)[..., None])
+        return np.where(dstate == 0, 0, dstate * np.exp(self.last_maximum)[..., None])
 
     def initial_vjp(self, dstate):
-        return super().split(dstate / self.top[..., None])
+        return super().split(dstate / self.first_scale[..., None])
 
     def gradients(self, dq, dk, dv, dg, du):
         return [self.q * dq, self.k * dk, dv[..., : self.problem.sizes["V"]]]
