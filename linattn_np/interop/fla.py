@@ -75,14 +75,28 @@ def compute_pair(name, operator, given):
 
     given : {name: value} of all its arguments, with defaults
     """
-    unread = ("head_first", "cu_seqlens_cpu")
-    options = {argument: x for argument, x in given.items() if x is not None and argument not in unread}
+    options = our_options(name, operator, given)
+    if operator in CONVERSIONS:
+        operator = CONVERSIONS[operator](options) or operator
+    attentions, wants_state = options.pop("output_attentions", False), options.pop("output_final_state", False)
+    call = partial(getattr(operators, operator), layout="bthd", **options)
+    if not wants_state:
+        return call(), attention_matrix(call) if attentions else None
+    o, state = call(output_final_state=True)
+    return o, (state[0], state[1][:, None]) if isinstance(state, tuple) else state  # see `our_options`
+
+
+def our_options(name, operator, given) -> dict:
+    """The given arguments that are not None, those that all functions have by our names; ContractError for values that
+    flash-linear-attention refuses."""
     if given["head_first"]:
         raise ContractError(f"{name}: head_first is True, expected tensors [B, T, H, ...]: x.transpose(1, 2) is one")
+    unread = ("head_first", "cu_seqlens_cpu")
+    options = {argument: x for argument, x in given.items() if x is not None and argument not in unread}
     if options.pop("transpose_state_layout", None) is not None:
         if given["state_v_first"]:
             raise ContractError(f"{name}: state_v_first and transpose_state_layout name one option")
-        warnings.warn("transpose_state_layout is state_v_first", DeprecationWarning, stacklevel=3)
+        warnings.warn("transpose_state_layout is state_v_first", DeprecationWarning, stacklevel=4)
         options["state_v_first"] = given["transpose_state_layout"]
     bounds = given.get("cu_seqlens") if given["cu_seqlens_cpu"] is None else given["cu_seqlens_cpu"]
     if bounds is not None:
@@ -92,16 +106,9 @@ def compute_pair(name, operator, given):
         raise ContractError(
             f"{name}: `chunk_size` must be either {' or '.join(map(str, sizes))}, got {size}: results are the same"
         )
-    if operator in CONVERSIONS:
-        operator = CONVERSIONS[operator](options) or operator
     if isinstance(state := options.get("initial_state"), tuple):  # flash-linear-attention's sum of keys is [N, 1, H, K]
         options["initial_state"] = state[0], state[1][:, 0]
-    attentions, wants_state = options.pop("output_attentions", False), options.pop("output_final_state", False)
-    call = partial(getattr(operators, operator), layout="bthd", **options)
-    if not wants_state:
-        return call(), attention_matrix(call) if attentions else None
-    o, state = call(output_final_state=True)
-    return o, (state[0], state[1][:, None]) if isinstance(state, tuple) else state
+    return options
 
 
 def attention_matrix(call):

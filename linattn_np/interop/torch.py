@@ -61,10 +61,7 @@ def differentiable(op: Op):
         declared, arrays, state, arguments = operator.take_apart(positional, named)
         mask = as_mask(declared, arguments.pop("mask", None))
         tensors = [*arrays, *(state or ()), *mask]
-        for name, x in zip([*declared.arrays, *["initial_state"] * len(state or ()), "mask"], tensors):
-            if not isinstance(x, torch.Tensor):
-                way_out = "" if x is None else ": torch.as_tensor(x) is one"
-                declared.refuse(name, f"is a {kind_of(x)}, expected a torch.Tensor{way_out}", ContractTypeError)
+        check_tensors(declared, [*declared.arrays, *["initial_state"] * len(state or ()), "mask"], tensors)
         tensors[: len(arrays)] = under_autocast(declared, arrays)
         counts = len(arrays), len(state or ()), bool(mask)
         call = Call(operator, counts, {name: unchangeable(x) for name, x in arguments.items()})
@@ -82,6 +79,14 @@ def differentiable(op: Op):
         return as_returned(results, is_pair(arguments))
 
     return operator.document(public, "torch tensors")
+
+
+def check_tensors(declared, names, tensors):
+    """ContractTypeError, with its name, for the first that is no tensor."""
+    for name, x in zip(names, tensors):
+        if not isinstance(x, torch.Tensor):
+            way_out = "" if x is None else ": torch.as_tensor(x) is one"
+            declared.refuse(name, f"is a {kind_of(x)}, expected a torch.Tensor{way_out}", ContractTypeError)
 
 
 def single(x):

@@ -314,6 +314,25 @@ def attention_forward(heads, q, keys, values, first_key, last_key, begin, end, s
 
 
 @njit(**LOOP)
+def score_gradients(weights, dscores, first, key_ranges, maxima, sums, delta, softcap, checks):
+    """Replaces a panel's scores [keys, rows] in `weights` by the weights, and do v^T in `dscores` by the gradients of
+    the scores. `first`: the panel's first key; the others as in `weigh_scores`, `delta` as in `attention_backward`."""
+    for j in range(weights.shape[0]):
+        for i in range(weights.shape[1]):
+            dscores[j, i] -= delta[i]
+    if softcap is not None:
+        cap_scores(weights, softcap, checks)
+        for j in range(weights.shape[0]):
+            for i in range(weights.shape[1]):
+                dscores[j, i] *= float32(1) - (weights[j, i] / softcap) * (weights[j, i] / softcap)
+    for j in range(weights.shape[0]):
+        for i in range(weights.shape[1]):
+            weight = exp(weights[j, i] - maxima[i]) / sums[i]
+            weights[j, i] = weight if sees(key_ranges, i, first + j) else float32(0)
+            dscores[j, i] *= weights[j, i]
+
+
+@njit(**LOOP)
 def attention_backward(q, do, maxima, sums, delta, keys, values, first_key, last_key, softcap, scale, dq, dk, dv):
     """The gradients of `attention_forward`, whose arguments these are, for one key head: arrays have no first axis.
 
@@ -348,21 +367,11 @@ def attention_backward(q, do, maxima, sums, delta, keys, values, first_key, last
             if key_ranges[0, row] >= key_ranges[1, row]:  # sees no key: its sum may be 0
                 tile_sums[row] = 1
         for panel in range(begin // PANEL, -(-end // PANEL)):
-            multiply(keys[panel], q_transposed, weights, K, False)  # scores, until exp makes weights of them
+            multiply(keys[panel], q_transposed, weights, K, False)
             multiply(values[panel], do_transposed, dscores, V, False)
-            for j in range(PANEL):
-                for i in range(padded_rows):
-                    dscores[j, i] -= tile_delta[i]
-            if softcap is not None:
-                cap_scores(weights, softcap, checks)
-                for j in range(PANEL):
-                    for i in range(padded_rows):
-                        dscores[j, i] *= float32(1) - (weights[j, i] / softcap) * (weights[j, i] / softcap)
-            for j in range(PANEL):
-                for i in range(padded_rows):
-                    weight = exp(weights[j, i] - tile_maxima[i]) / tile_sums[i]
-                    weights[j, i] = weight if sees(key_ranges, i, panel * PANEL + j) else float32(0)
-                    dscores[j, i] *= weights[j, i]
+            score_gradients(
+                weights, dscores, panel * PANEL, key_ranges, tile_maxima, tile_sums, tile_delta, softcap, checks
+            )
             multiply(weights, do_tile, dv[panel], rows, True)
             multiply(dscores, q_tile, dk[panel], rows, True)
             multiply(dscores.T, keys[panel], dq_tile, PANEL, True)
