@@ -84,8 +84,8 @@ class RankCall:
 
         `needs_values`: whether these values are needed. They are not if the ranks have agreed on an equal call earlier.
         """
-        arguments, checked = self.arguments, (*BOUND_COMPUTE_OPTIONS, *OPERATOR_OPTIONS, *CHECKED_OPTIONS)
-        options = {name: arguments[name] for name in checked if name in arguments}
+        arguments, names = self.arguments, (*BOUND_COMPUTE_OPTIONS, *OPERATOR_OPTIONS, *CHECKED_OPTIONS)
+        options = {name: arguments[name] for name in names if name in arguments}
         problem = self.declared.bind(inputs, as_given=True, gradient=self.gradient, **options)
         if needs_values:  # if no backend can compute the call, no rank begins
             choose(problem, arguments["backend"])
@@ -95,12 +95,12 @@ class RankCall:
             op.refuse("segment_size", f"is {self.segment_size!r}, expected a positive int or None")
         bounds = self.checked_bounds(op, sizes)
         mask = op.mask(arguments.get("mask"), sizes, home, arguments["cu_seqlens"])
-        count = sizes["B"] if bounds is None else len(bounds) - 1
+        N = sizes["B"] if bounds is None else len(bounds) - 1
         state = op.initial_state(
-            arguments["initial_state"], sizes | {"N": count}, home, problem.state_v_first, problem.groups
+            arguments["initial_state"], sizes | {"N": N}, home, problem.state_v_first, problem.groups
         )
-        common = self.shared_values(problem, state, bounds, sizes) if needs_values else None
-        return (problem, state, mask, bounds), sizes["T"], common
+        shared = self.shared_values(problem, state, bounds, sizes) if needs_values else None
+        return (problem, state, mask, bounds), sizes["T"], shared
 
     def check_home(self, op, home):
         """ContractError if the engine does not send arrays on the device `home`."""
@@ -127,11 +127,11 @@ class RankCall:
         and what a segment computes. How a rank passes its arrays (layout, order of a state's axes, out) and in which
         dtype it gets states may differ."""
         arguments = self.arguments
-        common = {"a gradient": self.gradient, "the size of segments": self.segment_size}
-        common |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"}
-        common |= {"the heads of v": sizes["H"] * problem.groups}
-        common |= {f"the dtype of {name}": x.dtype for name, x in problem.arrays.items()}
-        common |= {
+        shared = {"a gradient": self.gradient, "the size of segments": self.segment_size}
+        shared |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"}
+        shared |= {"the heads of v": sizes["H"] * problem.groups}
+        shared |= {f"the dtype of {name}": x.dtype for name, x in problem.arrays.items()}
+        shared |= {
             "the arrays' home": problem.home.split(":")[0],
             "scale": problem.scale,
             "reverse": problem.reverse,
@@ -140,10 +140,10 @@ class RankCall:
             "cu_seqlens": None if bounds is None else bounds.tolist(),
         }
         options = (*COMPUTE_OPTIONS, "feature_map", "normalize")
-        common |= {name: arguments[name] for name in options if name in arguments}
+        shared |= {name: arguments[name] for name in options if name in arguments}
         if "log_decay" in problem.options:
             common["log(gamma)"] = problem.options["log_decay"].tolist()
-        return common
+        return shared
 
     def cut(self, lengths, backwards) -> Cut:
         """The segments of ranks with `lengths` tokens, for a pass of the recurrence; `backwards`: for the pass of its

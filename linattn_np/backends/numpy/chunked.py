@@ -107,6 +107,7 @@ def redo(schedule, blocks, o, final, states):
 class Schedule:
     """A call of the gated family, divided into blocks of rows and `segments`, [(first chunk, `Segment`)].
 
+    member : it reads its problem, k, v and constant_gate, and `states` the shape of g
     has_loops : whether Numba has loops for the operator
     loops : the module of these loops, or None if NumPy computes the call
     materialize : whether every chunk's state is kept, so that segments are computed in parallel

@@ -76,7 +76,7 @@ def equation_of(problem):
 
 
 class DeltaArrays:
-    """The arrays of a call, with the attributes that `Schedule` needs to divide them into chunks.
+    """The arrays of a call, with the attributes of a `Member` that `Schedule` reads.
 
     g : the gates [B, H, T, K or 1], zeros if the operator has none (`constant_gate`)
     chunks : the class of the operator's chunks
@@ -177,15 +177,15 @@ class Pair:
     """The scores A of `rows` (such as queries) with `columns` (such as keys), both [B, H, n, C, K]; the attributes
     `decayed` and `to_end` are the rows decayed from the chunk's start, and the columns decayed to its end.
 
-    before : whether a row is not decayed by its own token's gate
+    exclusive : whether a row is not decayed by its own token's gate
     own : whether a row has a score with its own token's column, besides those of earlier tokens
     """
 
-    def __init__(self, rows, columns, gates, decay, scratch, keep, *, before=False, own=False):
+    def __init__(self, rows, columns, gates, decay, scratch, keep, *, exclusive=False, own=False):
         self.gates = copy(gates)  # gated_scores keeps the decays of this pair in it
         self.rows, self.columns, self.scratch = rows, columns, scratch
-        self.before, self.own = before, own
-        self.decayed, self.to_end, self.A = gated_scores(rows, columns, self.gates, before, decay, scratch, keep)
+        self.exclusive, self.own = exclusive, own
+        self.decayed, self.to_end, self.A = gated_scores(rows, columns, self.gates, exclusive, decay, scratch, keep)
         if not own:
             mask_future(self.A, exclusive=True)
 
@@ -202,7 +202,9 @@ class Pair:
         ddecayed = np.zeros_like(self.rows) if ddecayed is None else ddecayed
         dto_end = np.zeros_like(self.columns) if dto_end is None else dto_end
         through = np.zeros_like(dg[..., 0, :]) if through is None else through
-        gated_scores_vjp(self.gates, self.before, dA, ddecayed, dto_end, through, (drows, dcolumns, dg), self.scratch)
+        gated_scores_vjp(
+            self.gates, self.exclusive, dA, ddecayed, dto_end, through, (drows, dcolumns, dg), self.scratch
+        )
         if self.own:
             drows += own * self.columns
             dcolumns += own * self.rows
@@ -279,7 +281,7 @@ class Rwkv7Chunks(Chunks):
 
     def make(self, r, w, k, v, a, b):
         self.rk_pairs, self.rb_pairs = self.pair("rk", r, k, own=True), self.pair("rb", r, b, own=True)
-        self.ak_pairs, self.ab_pairs = self.pair("ak", a, k, before=True), self.pair("ab", a, b, before=True)
+        self.ak_pairs, self.ab_pairs = self.pair("ak", a, k, exclusive=True), self.pair("ab", a, b, exclusive=True)
         self.ad, self.N = self.ab_pairs.decayed, inverse(self.ab_pairs.A)
         self.H = self.rb_pairs.A @ self.N
         self.W = self.rb_pairs.decayed + self.H @ self.ad
