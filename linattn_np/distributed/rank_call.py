@@ -142,7 +142,7 @@ class RankCall:
         options = (*COMPUTE_OPTIONS, "feature_map", "normalize")
         shared |= {name: arguments[name] for name in options if name in arguments}
         if "log_decay" in problem.options:
-            common["log(gamma)"] = problem.options["log_decay"].tolist()
+            shared["log(gamma)"] = problem.options["log_decay"].tolist()
         return shared
 
     def cut(self, lengths, backwards) -> Cut:
