@@ -526,11 +526,28 @@ def test_columns_of_a_block(dtype, H, K, V, BV):
     assert plan.tiles["BV"] == BV
 
 
+@pytest.mark.parametrize(
+    "dtype, H, T, K, stages",
+    [
+        (SINGLE, 200, 70, 70, 1),
+        (SINGLE, 100, 70, 70, 2),  # fewer than the card's 132 multiprocessors
+        (SINGLE, 200, 70, 64, 2),  # two blocks of two stages share a multiprocessor
+        (HALF, 200, 70, 200, 3),
+        (HALF, 200, 32, 200, 1),  # no second chunk
+    ],
+)
+def test_stages_of_a_walk(dtype, H, T, K, stages):
+    """One where two blocks then share a multiprocessor."""
+    k, v, gate = (np.broadcast_to(dtype.type(0), shape) for shape in ((1, H, T, K), (1, H, T, 64), (1, H, T)))
+    plan = planned.plan_of(GATED_DELTA_RULE.bind([k, k, v, gate, gate]), planned.Noting())
+    assert [kernel.stages for kernel in plan.kernels if kernel.name == "delta_scan"] == [stages]
+
+
 @pytest.mark.parametrize("H, T, V, tokens", [(7, 756, 137, 8), (378, 1, 122, 4)], ids=["few-blocks", "many-blocks"])
 def test_wide_gradients_leave_no_multiprocessor_idle(H, T, V, tokens):
     """All heads in one launch; a block of shared memory of its own for as many tokens as fit, or one of several."""
     k, v = (np.broadcast_to(SINGLE.type(0), (1, H, T, D)) for D in (256, V))
-    plan = planned.plan_of(RWKV7.bind([k, k, k, v, k, k], gradient=True), planned.Noting())
+    plan = planned.plan_of(RWKV7.bind([k, k, k, v, k, k], mode="recurrent", gradient=True), planned.Noting())
     assert planned.names(plan).count("delta_recurrent_backward") == 1 and plan.tiles["chunk"] == tokens
 
 

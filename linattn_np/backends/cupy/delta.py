@@ -97,7 +97,7 @@ def needs_copies(problem, device, gradient=False) -> bool:
     """Whether a call, or its pullback if `gradient`, is computed on copies whose rows are whole pieces of 16 bytes.
 
     Hopper's own kernels read no other rows. The kernels of every card in chunks, and those of small heads, copy other
-    rows number by number, and wait for each number.
+    rows number by number, and wait for each number. So do the kernels token by token, for numbers of two bytes.
     """
     rows = rows_of(problem)
     if aligned16(*rows) or not all(x.size for x in rows) or "final_state" in problem.options:
@@ -108,7 +108,7 @@ def needs_copies(problem, device, gradient=False) -> bool:
         return True
     if (ScalarGradientsOnHopper(problem, device).why_not() if gradient else why_not_on_hopper(problem, device)) is None:
         return False
-    return why_not_in_chunks(problem, device, gradient) is None
+    return common_bytes(*rows) < 4 or why_not_in_chunks(problem, device, gradient) is None
 
 
 def plan(problem, device):

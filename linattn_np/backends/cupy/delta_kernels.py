@@ -109,16 +109,21 @@ class Walk(ChunkKernel, TiledKernel):
     only_backwards: ClassVar[bool] = False  # whether the walk has no direction but that backwards in time
 
     @classmethod
-    def fitting(cls, dtype, K, V, rule, walks, device, **fields):
+    def fitting(cls, dtype, K, V, rule, walks, longest, device, **fields):
         """The instance for so many walks at the same time. It has 128 columns per block if so wide blocks fill half of
         the card, else 64, and three stages; if these do not fit in shared memory, two stages, then 64 columns, and then
         one stage. In float32 it has two stages at most: two blocks of 64 columns and channels then share a
-        multiprocessor. `fields`: those of the derived class."""
-        BK, wide_blocks = channels(K), walks * ceil_div(V, TILES[1])
-        BV = TILES[V > TILES[0] and 2 * wide_blocks >= device.multiprocessors]
+        multiprocessor. Blocks of 64 columns have one stage in float32, and if no sequence has more than a chunk, where
+        two of them then share a multiprocessor. longest: tokens of a sequence. `fields`: those of the derived class."""
+        BK, wide_blocks, one_chunk = channels(K), walks * ceil_div(V, TILES[1]), longest <= cls.CHUNK
+        BV = TILES[V > TILES[0] and 2 * wide_blocks >= device.multiprocessors and not one_chunk]
         sizes = ((BV, 3), (BV, 2), (TILES[0], 2), (TILES[0], 1))[dtype == FLOAT32 :]
         kernels = [cls(dtype, BK, width, rule == DPLR, stages, **fields) for width, stages in sizes]
-        return next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
+        kernel = next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
+        if kernel.BV == TILES[0] and kernel.shared_bytes > SHARING and (dtype == FLOAT32 or one_chunk):
+            if kernels[-1].shared_bytes <= SHARING and walks * kernel.grid(V) > device.multiprocessors:
+                return kernels[-1]
+        return kernel
 
     @property
     def threads(self):
@@ -133,10 +138,12 @@ class Walk(ChunkKernel, TiledKernel):
     @property
     def summary(self) -> Walk:
         """The instance without outputs, with as many stages if blocks of 256 columns then share a multiprocessor,
-        else with two at most."""
+        else with two at most if blocks of 128 columns do, else with one."""
         kernel = replace(self, outputs=False)
-        fits = kernel.shared_bytes * TILES[1] <= SHARING * self.BV
-        return kernel if fits else replace(kernel, stages=min(2, self.stages))
+        if kernel.shared_bytes * TILES[1] <= SHARING * self.BV:
+            return kernel
+        kernel = replace(kernel, stages=min(2, self.stages))
+        return kernel if kernel.shared_bytes * TILES[0] <= SHARING * self.BV else replace(kernel, stages=1)
 
     @property
     def prepared_bytes(self) -> int:
