@@ -1,6 +1,6 @@
 """Gradients of the delta rules on every backend, held to the recurrence's in float64, and what is special to them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import planned
@@ -13,6 +13,7 @@ import linattn_np
 from linattn_np import NotSupported, backends, checked_calls, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import delta, gated_backward
+from linattn_np.backends.cupy.delta_kernels import DeltaRecurrentBackward
 from linattn_np.backends.cupy.delta_segments import CutOfSmallHeads
 from linattn_np.bounded_cache import Cache
 from linattn_np.declarations import DELTA_RULE, DELTA_RULES, GATED_DELTA_RULE, KDA, RWKV7
@@ -155,6 +156,16 @@ def assert_gradients(backend, case, arrays, start, do, dht):
 @pytest.mark.parametrize("case", CASES)
 def test_gradients(backend, case, rng):
     assert_gradients(backend, CASES[case], *CASES[case].drawn(rng))
+
+
+@pytest.mark.pairwise(half="case")
+@pytest.mark.parametrize("tiles", [2, 3])
+@pytest.mark.parametrize("case", ["delta_rule", "gated", "kda", "rwkv7"])
+def test_blocks_of_several_tiles(backend, case, tiles, rng, monkeypatch):
+    """Of columns, token by token backwards, and more than there are."""
+    monkeypatch.setattr(DeltaRecurrentBackward, "tiles_of_block", lambda *_: tiles)
+    case = replace(CASES[f"{case}-recurrent"], V=81)
+    assert_gradients(backend, case, *case.drawn(rng))
 
 
 @pytest.mark.pairwise("op", "dtype")

@@ -19,10 +19,10 @@
 //           HV, T]: [0] of beta, [1] of GatedDelta's g, else unused. starts [2, N, P, HV, K, V] of N sequences with P
 //           segments each: [0] is the forward pass's; [1] has at segment p first G' of segment p + 1, which
 //           join_segments.cu then replaces by dS after segment p
-// grid      a block for every (segment, head of values, BV columns), segment slowest; a warp has COLUMNS columns and
-//           all channels, LANE_CHANNELS of them a lane
+// grid      a block for every (segment, head of values, args.tiles times BV columns), segment slowest; a warp has
+//           COLUMNS columns at a time and all channels, LANE_CHANNELS of them a lane
 // smem      Shared: a chunk of tokens, the states before them, and the warps' parts of sums over columns
-// barriers  one with segments, in is_whole: whether dS after the first segment is finite; two for each state that is
+// barriers  one after every BV columns; one with segments, in is_whole: whether dS after the first segment is finite; two for each state that is
 //           copied: it is in shared memory | it has been read, or, before dS is stored, parts of sums have been; three
 //           a chunk: it has arrived, and the previous chunk's parts have been added up | decays and the tokens' scalars
 //           are in shared memory | parts of sums over columns are, and the chunk has been read
@@ -67,6 +67,7 @@ template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   StridedRows<FloatOrDouble<T>> dh0;        // or null
   const FloatOrDouble<T>* kept;  // if null though OUTPUTS, sequences of at most TOKENS tokens start from `initial`
   FloatOrDouble<T>*parts, *token_parts;
+  i64 tiles;  // of BV columns that a block has, one after the other
 };
 
 enum Kind { DQ, DK, DA, DB };  // arrays of sums over columns, of `parts` and slots; DA and DB only of Dplr
@@ -111,10 +112,9 @@ template <int N, typename R> __device__ __forceinline__ R sum_over_channels(R (&
   return own;
 }
 
-// By the launch bounds a multiprocessor has registers for three blocks, 168 a thread; with float64 for two, 255.
+// The walk of BV columns, from work.first_column on.
 template <class Rule, typename T, typename G, int BK, int TOKENS, bool OUTPUTS>
-__global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2)
-    delta_recurrent_backward(const Args<T, G> args) {
+__device__ __forceinline__ void walk_columns(const Args<T, G>& args, BlockWork work) {
   using Storage = Shared<Rule, T, G, BK, TOKENS>;
   using R = FloatOrDouble<T>;
   constexpr int LANE_CHANNELS = Storage::LANE_CHANNELS, COLUMNS = Storage::COLUMNS, BV = Storage::BV,
@@ -123,7 +123,6 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
                 NEIGHBOURS = LANE_CHANNELS < 4 ? LANE_CHANNELS : 4;  // neighbouring channels of a lane
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
-  BlockWork work(shape, BV);
   constexpr bool DOTS = false;  // prepare_tokens does not compute q . k and q . b
   const bool whole_sequence =
       OUTPUTS && is_whole<BACKWARDS>(shape, u32(args.P), work.n, work.h, args.starts, int(work.first_column), BV);
@@ -355,7 +354,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
     if (chunk) fetch(chunk - 1);
     if (!OUTPUTS) continue;
     // Adds up the four warps' parts: thread x has channel x % BK, and more if BK > THREADS, of every AT_ONCE-th token.
-    const i64 tiles = (shape.V + BV - 1) / BV, tile = work.first_column / BV, heads = shape.B * shape.H;
+    const i64 block_columns = args.tiles * BV, tiles = (shape.V + block_columns - 1) / block_columns;
+    const i64 tile = work.first_column / block_columns, heads = shape.B * shape.H;
+    const bool adds = work.first_column % block_columns;  // to the parts of the block's columns before these
     const i64 head = i64(work.b) * shape.H + work.h;
     constexpr int AT_ONCE = THREADS / BK ? THREADS / BK : 1;  // tokens
     for (int c = threadIdx.x % BK; c < K; c += THREADS) {
@@ -368,14 +369,16 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
         for (int n = 0; r + n < rows; n += AT_ONCE) {
           static_assert(WARPS == 4);
           const R* of_warps = part + n * SLOT_ROWS * WARPS * BK;
-          to[n * K] = (of_warps[0] + of_warps[BK]) + (of_warps[2 * BK] + of_warps[3 * BK]);
+          const R sum = (of_warps[0] + of_warps[BK]) + (of_warps[2 * BK] + of_warps[3 * BK]);
+          to[n * K] = adds ? to[n * K] + sum : sum;
         }
     }
     if (int(threadIdx.x) < 2 * rows) {
       const int r = threadIdx.x / 2, which = threadIdx.x % 2;  // which: 0 of beta, 1 of GatedDelta's g
       const auto& of_warps = s.token_parts[r];
-      args.token_parts[((which * tiles + tile) * heads + head) * shape.T + first + r] =
-          (of_warps[0][which] + of_warps[1][which]) + (of_warps[2][which] + of_warps[3][which]);
+      R& to = args.token_parts[((which * tiles + tile) * heads + head) * shape.T + first + r];
+      const R sum = (of_warps[0][which] + of_warps[1][which]) + (of_warps[2][which] + of_warps[3][which]);
+      to = adds ? to + sum : sum;
     }
   }
   if (!segment.to) return;
@@ -385,4 +388,18 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
   each_of_tile([&](R x, i64 at, bool inside) {
     if (inside) segment.to[at] = x;
   });
+}
+
+// By the launch bounds a multiprocessor has registers for three blocks, 168 a thread; with float64 for two, 255.
+template <class Rule, typename T, typename G, int BK, int TOKENS, bool OUTPUTS>
+__global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2)
+    delta_recurrent_backward(const Args<T, G> args) {
+  constexpr int BV = Shared<Rule, T, G, BK, TOKENS>::BV;
+  BlockWork work(args.shape, int(args.tiles) * BV);
+  const u32 stop = u32(min(work.first_column + args.tiles * BV, args.shape.V));
+#pragma unroll 1
+  for (; work.first_column < stop; work.first_column += BV) {
+    walk_columns<Rule, T, G, BK, TOKENS, OUTPUTS>(args, work);
+    __syncthreads();  // these columns' tokens, and parts of sums, have been read
+  }
 }

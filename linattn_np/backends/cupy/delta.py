@@ -513,7 +513,7 @@ class GradientsByToken(Gradients):
         return DeltaRecurrentBackward.fitting(*self.inputs.instance, K, shared_bytes)
 
     def bytes_between_kernels(self):
-        return self.kernel.bytes_between_kernels(self.problem, self.inputs.group)
+        return self.kernel.bytes_between_kernels(self.problem, self.inputs.group, self.device.multiprocessors)
 
     def launch(self, first, heads):
         """Launches the forward walk, the backward walk, and the sums of what its blocks compute parts of."""
@@ -522,8 +522,9 @@ class GradientsByToken(Gradients):
         B, T, K, V = problem.shape("B T K V")
         cut = CutByToken(problem, self.device, inputs.instance, heads, kernel)
         self.tiles, shape = kernel.tiles | cut.tiles, cut.shape(draft)
-        tiles, real = ceil_div(V, kernel.BV), problem.compute_dtype
-        read = arrays | inputs.common_args(shape, self.do) | {"do_": do} | states
+        of_block = kernel.tiles_of_block(problem, self.device.multiprocessors)
+        tiles, real = ceil_div(V, kernel.BV * of_block), problem.compute_dtype
+        read = arrays | inputs.common_args(shape, self.do) | {"do_": do, "tiles": of_block} | states
         read |= cut.launch_starts(draft, read)
         kept = None
         if not kernel.holds(problem):

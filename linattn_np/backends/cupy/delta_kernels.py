@@ -385,12 +385,14 @@ class DeltaSmallBackward(DeltaKernel):
 
 class DeltaRecurrentBackward(DeltaKernel):
     """The backward walk: all gradients, from the states that `DeltaRecurrentForward` stored every TOKENS tokens, or, if
-    it `holds` all tokens of a sequence at a time, from the initial states. A block has BV columns. Of gradients that
-    are sums over all columns it writes its terms: to `parts` of those with a number for each channel, to `token_parts`
+    it `holds` all tokens of a sequence at a time, from the initial states. A block has `tiles` times BV columns, one
+    after the other. Of gradients that are sums over all columns it writes its terms: to `parts` of those with a number for each channel, to `token_parts`
     of those with one for each token."""
 
     file = "delta/recurrent_backward"
-    arguments = COMMON_ARGUMENTS + members("strided do_, strided? dv dht dh0, pointers? kept parts token_parts")
+    arguments = COMMON_ARGUMENTS + members(
+        "strided do_, strided? dv dht dh0, pointers? kept parts token_parts, int64s tiles"
+    )
     shared_memory = ("Shared<{rule}, {dtype}, {gate}, {BK}, {TOKENS}>",)
     BK: int
     TOKENS: int
@@ -419,11 +421,19 @@ class DeltaRecurrentBackward(DeltaKernel):
         """The arrays whose gradients go to `parts`, in its order. A gate that channels share has one number a token."""
         return ("q", "k", "a", "b", "g") if self.rule == DPLR else ("q", "k", "g")[: 2 + (self.rule == KDA)]
 
-    def bytes_between_kernels(self, problem, heads) -> int:
+    BLOCKS: ClassVar[int] = 12  # of a multiprocessor, three of which run at a time: more blocks have more columns
+
+    def tiles_of_block(self, problem, multiprocessors) -> int:
+        """`tiles`, if all heads are computed at a time."""
+        (N, H), tiles = problem.shape("N H"), ceil_div(problem.sizes["V"], self.BV)
+        return min(tiles, max(1, N * H * tiles // (self.BLOCKS * multiprocessors)))
+
+    def bytes_between_kernels(self, problem, heads, multiprocessors) -> int:
         """About how many bytes the stored states and `parts` take, for `heads` heads."""
         B, T, K, V = problem.shape("B T K V")
         states = 0 if self.holds(problem) else padded(K, 4) * V / self.TOKENS
-        parts = ceil_div(V, self.BV) * len(self.channel_gradients) * K
+        columns = self.BV * self.tiles_of_block(problem, multiprocessors)
+        parts = ceil_div(V, columns) * len(self.channel_gradients) * K
         return int(B * heads * T * (states + parts) * self.number_bytes)
 
     def holds(self, problem) -> bool:

@@ -359,6 +359,6 @@ def launch_by_token(draft, kernel, read, more_columns=0, **written):
     `read`: arguments by name that the kernels of a call read; the kernel gets those of them that it has.
     """
     shape = read["shape"]
-    tiles = ceil_div(shape.V, kernel.BV) + ceil_div(more_columns, kernel.BV)
     arguments = {name: x for name, x in read.items() if name in kernel.names} | written
+    tiles = ceil_div(shape.V, kernel.BV * arguments.get("tiles", 1)) + ceil_div(more_columns, kernel.BV)
     draft.launch(kernel, shape.B * shape.count * shape.H * tiles, **arguments)
