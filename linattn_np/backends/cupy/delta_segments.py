@@ -41,9 +41,15 @@ def chunk_kernels(problem, device, gradient, segments=1):
     has both directions; `segments`: of a sequence. The first kernel is the same for any number of them."""
     walk_class, (N, H, K, V) = DeltaBackwardStates if gradient else DeltaScan, problem.shape("N H K V")
     walks, rule = (1 + gradient) * N * H * segments, rule_of(problem.op)  # walks that run at the same time
-    walk = walk_class.fitting(problem.dtype, K, V, rule, walks, problem.spans.longest, device)
+    walk = walk_class.fitting(problem.dtype, K, V, rule, walks, is_short(problem), device)
     prepare = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}[rule]
     return prepare(problem.dtype, gate_dtype(problem), walk.BK, gradient), walk
+
+
+def is_short(problem) -> bool:
+    """Whether sequences have fewer than two chunks on average."""
+    spans = problem.spans
+    return spans.chunk_bounds(DeltaScan.CHUNK)[-1] < 2 * spans.count
 
 
 # Times of a head {whether gradients are computed: the time}. 1 is the time of one token of one column token by token.
@@ -136,8 +142,8 @@ class CutInChunks(SegmentCut):
     def walk_of(self, direction):
         """The walk for gradients in one direction."""
         (N, H, K, V), rule = self.problem.shape("N H K V"), rule_of(self.problem.op)
-        walks, longest = N * H * self.segments, self.problem.spans.longest
-        return DeltaBackwardStates.fitting(self.problem.dtype, K, V, rule, walks, longest, self.device, of=direction)
+        walks, short = N * H * self.segments, is_short(self.problem)
+        return DeltaBackwardStates.fitting(self.problem.dtype, K, V, rule, walks, short, self.device, of=direction)
 
     @property
     def pass_time(self) -> float:
