@@ -63,8 +63,7 @@ def call(device, kernel, tokens, scale, state=None, bounds=None, P=1, **how):
     parts, given, memory = describe_parts(device, call=arrays)
     x, draft, spans = parts.call, Draft(), Spans(np.array(bounds or [0, T]))
     problem = SimpleNamespace(shape=lambda _: (B, H, T), varlen=bool(bounds), spans=spans, sizes={"K": K, "V": V})
-    width = (V, K) if how.get("transposed") else (K, V)
-    o, final = draft.like(x.v), draft.empty((spans.count * B, H, *width), SINGLE)
+    o, final = draft.like(x.v), draft.empty((spans.count * B, H, K, V), SINGLE)
     shape = draft.shape(problem, spans=spans.segments(P, 32) if P > 1 else None, chunk=32)
     inputs = x.q, x.k, x.v, x.g, x.beta
     if P > 1:
@@ -132,18 +131,16 @@ CASES = (  # B, H, heads of v, T, K, V; gates; keys; beta; the ends of packed se
 WIDTHS = [(64, 64), (64, 128), (128, 64), (128, 128)]
 
 
-def check(device, rng, kernel, sizes, gates, keys, beta, bounds=None, transposed=False, normalized=False, P=1):
+def check(device, rng, kernel, sizes, gates, keys, beta, bounds=None, normalized=False, P=1):
     B, _, HV, _, K, V = sizes
     tokens = drawn(rng, *sizes, kernel.dtype, gates, keys, beta, 5.0 if normalized else 1.0)
     limit = LIMIT[kernel.dtype]
     state = rng.standard_normal((len(bounds) - 1 if bounds else B, HV, K, V)).astype(SINGLE)
-    given = state.swapaxes(-1, -2).copy() if transposed else state
-    how = {"transposed": transposed, "normalized": normalized}
-    o, final = call(device, kernel, tokens, K**-0.5, given, bounds, P, **how)
+    found = call(device, kernel, tokens, K**-0.5, state, bounds, P, normalized=normalized)
     if normalized:
         tokens = [*map(of_length_one, tokens[:2]), *tokens[2:]]
     wanted = recurrence(*tokens, K**-0.5, state, bounds)
-    whole, row, end = errors((o, final.swapaxes(-1, -2) if transposed else final), wanted)
+    whole, row, end = errors(found, wanted)
     assert whole < limit and end < limit and row < 5 * limit, (whole, row, end)
 
 
@@ -160,7 +157,6 @@ def test_forward_is_the_recurrence(hopper, rng, sizes, gates, keys, beta, bounds
         keys,
         beta,
         bounds,
-        transposed=gates == "trained",
         normalized=gates == "logsigmoid",
     )
 

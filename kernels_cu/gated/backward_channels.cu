@@ -68,7 +68,7 @@
 //   Accumulators  of a product [16 channels, 16 tokens]: [sub-chunk][2 octet + token of the lane's two]
 //   Neighbours    of a state, with columns of V in the place of tokens
 // Numbers: `half` of the chunk; `m`, a block of 16 tokens of the chunk, and `in_half`, of the half; `n`, a sub-chunk of
-// the chunk, but of the half in loops that end at HALF; `subchunk`, of the half, and `in_block`, of the block
+// the chunk, `subchunk`, of the half, and `in_block`, of the block
 //
 // From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
 //   Math<T, PRODUCTS>    how data T are multiplied. Stored: the type of operands in memory; SPLIT: an operand is two
@@ -626,8 +626,8 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
 #pragma unroll
-      for (int n = 0; n < HALF; ++n)
-        gate_terms[octet].across[n] = s.pairs.state_terms[octet][threadIdx.x] + other_half[octet];
+      for (int subchunk = 0; subchunk < HALF; ++subchunk)
+        gate_terms[octet].across[subchunk] = s.pairs.state_terms[octet][threadIdx.x] + other_half[octet];
       other_half[octet] = 0.f;
     }
 #pragma unroll
@@ -817,12 +817,12 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
 #pragma unroll
-      for (int n = 0; n < HALF; ++n) {
-        const int m = 2 * half + n / 2;
-        float2 dg = gate_terms[octet].within[n];
-        if (growing >> m & 1) dg = dg + UNDO_NEAR_SCALE * pair_sums[m].dg[n % 2 * 2 + octet];
-        const float across = four_lane_sums(gate_terms[octet].across[n]).all;
-        half_dg[octet][n] = dg + float2{across, across};
+      for (int subchunk = 0; subchunk < HALF; ++subchunk) {
+        const int m = 2 * half + subchunk / 2;
+        float2 dg = gate_terms[octet].within[subchunk];
+        if (growing >> m & 1) dg = dg + UNDO_NEAR_SCALE * pair_sums[m].dg[subchunk % 2 * 2 + octet];
+        const float across = four_lane_sums(gate_terms[octet].across[subchunk]).all;
+        half_dg[octet][subchunk] = dg + float2{across, across};
       }
       decay_to_half[octet] = product_over(half_decays[octet], 0, HALF);
     }
@@ -1040,7 +1040,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet)
 #pragma unroll
-      for (int n = 0; n < HALF; ++n) first_half_dg[octet][n] = half_dg[octet][n];
+      for (int subchunk = 0; subchunk < HALF; ++subchunk) first_half_dg[octet][subchunk] = half_dg[octet][subchunk];
     half_chunk.finish_dg(half_dg);
 #pragma unroll
     for (int in_half = 0; in_half < BLOCKS / 2; ++in_half) {
@@ -1060,9 +1060,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     // The second half's queries with S: every gate of the first half has these terms.
     const float from_second_half = four_lane_sums(half_chunk.other_half[octet]).all;
 #pragma unroll
-    for (int n = 0; n < HALF; ++n) {
-      channels.put_tokens(s.g, n, octet, first_half_dg[octet][n] + float2{from_second_half, from_second_half});
-      channels.put_tokens(s.g, HALF + n, octet, half_dg[octet][n]);
+    for (int subchunk = 0; subchunk < HALF; ++subchunk) {
+      channels.put_tokens(s.g, subchunk, octet,
+                          first_half_dg[octet][subchunk] + float2{from_second_half, from_second_half});
+      channels.put_tokens(s.g, HALF + subchunk, octet, half_dg[octet][subchunk]);
     }
   }
   __syncthreads();  // dq, dk and dg are in shared memory, written by all warps

@@ -237,10 +237,9 @@ template <class Schedule, typename T, typename G, int BV> struct RegisterChoices
   // Whether start_products takes lane % 4 from `thread`; else from threadIdx.x, read anew. The other way bfloat16 took
   // 0.431 ms for 0.426, float16 0.530 for 0.484. No times are recorded of float32 gates and of ClusterSplitK.
   static constexpr bool LANE_FROM_THREAD = ONE_BLOCK && IS_BFLOAT16<T> && sizeof(G) == 2;
-  // Whether compute_token_by_token holds the thread's numbers, and the chunk's; else it computes them again. If
-  // it held the chunk's, SinglePass of bfloat16, float32 gates and 128 channels and columns would spill 32 bytes. If it
-  // held the thread's, ClusterSplitK would spill nothing: an earlier kernel did.
-  static constexpr bool HOLDS_THREAD = ONE_BLOCK, HOLDS_CHUNK = sizeof(G) != 4;
+  // Whether compute_token_by_token holds the chunk's number; else it computes it again. If it held it, SinglePass of
+  // bfloat16, float32 gates and 128 channels and columns would spill 32 bytes.
+  static constexpr bool HOLDS_CHUNK = sizeof(G) != 4;
   // Whether `consume` has a loop for ordinary chunks alone, which instructions for marks and for chunks token by token
   // would slow down; else one loop has all chunks. With two loops ClusterSplitK of RWKV-6, float16 and float32 gates
   // would spill 20 bytes.
@@ -412,10 +411,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
       row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.headers[stage].row[0] : 0, 0);
       if constexpr (Schedule::has_outputs) {
         wgmma_fence_operand(o);
-        const int own_thread = Choices::HOLDS_THREAD ? thread : opaque(threadIdx.x) % 128;
-        const int own_warpgroup = Choices::HOLDS_THREAD ? warpgroup : opaque(threadIdx.x) / 128;
         const u32 own_chunk = Choices::HOLDS_CHUNK ? chunk : u32(opaque(chunk));
-        put_output_row(s.v[own_warpgroup][own_chunk % SLOTS][0], o, row % MORE_FILLS, own_thread);
+        put_output_row(s.v[warpgroup][own_chunk % SLOTS][0], o, row % MORE_FILLS, thread);
       }
       __syncwarp();  // all lanes have read the decays, so that lane 0 may release the stage
       if (thread % 32 == 0) release(chunk, stage);

@@ -261,18 +261,16 @@ def launch_starts(draft, cut, tokens, shape, initial, normalized, first_args=Non
     return starts
 
 
-def launch_forward(
-    draft, kernel, tokens, o, shape, scale, initial, final, transposed=False, normalized=False, starts=None, P=1
-):
+def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, normalized=False, starts=None, P=1):
     """Launches the kernel on `tokens`: (q, k, v, g or None, beta). The heads of `shape` are those of v. initial, final:
-    float32 states [N, H, K, V], or [N, H, V, K] if `transposed`; None for zeros, and for a state that is not wanted.
-    starts: the states from which P segments of each sequence start, not transposed; None if sequences are not cut."""
+    float32 states [N, H, K, V]; None for zeros, and for a state that is not wanted. starts: the states from which P
+    segments of each sequence start; None if sequences are not cut."""
     q, k, v, g, beta = tokens
     draft.launch(
         kernel,
         all_heads(shape) * ceil_div(shape.V, kernel.BV),
         **mapped(kernel, q=q, k=k, v=v, o=o),
-        **token_args(q, g, beta, shape, scale, normalized, transposed),
+        **token_args(q, g, beta, shape, scale, normalized),
         initial=initial,
         final=final,
         starts=starts,
@@ -287,7 +285,7 @@ def mapped(kernel, **arrays) -> dict:
     return maps | {f"{name.removesuffix('_')}_rows": x for name, x in arrays.items()}
 
 
-def token_args(q, g, beta, shape, scale, normalized, transposed=False) -> dict:
+def token_args(q, g, beta, shape, scale, normalized) -> dict:
     """The arguments that all of these kernels have."""
     return {
         "shape": shape,
@@ -295,8 +293,8 @@ def token_args(q, g, beta, shape, scale, normalized, transposed=False) -> dict:
         "g": None if g is None else g[..., None],
         "beta": beta[..., None],
         "group": shape.H // q.shape[1],
-        "state_k": 1 if transposed else shape.V,
-        "state_v": shape.K if transposed else 1,
+        "state_k": shape.V,
+        "state_v": 1,
         "wide_gate": g is None or g.dtype == FLOAT32,
         "wide_beta": beta.dtype == FLOAT32,
         "normalized": normalized,
