@@ -386,8 +386,8 @@ class DeltaSmallBackward(DeltaKernel):
 class DeltaRecurrentBackward(DeltaKernel):
     """The backward walk: all gradients, from the states that `DeltaRecurrentForward` stored every TOKENS tokens, or, if
     it `holds` all tokens of a sequence at a time, from the initial states. A block has `tiles` times BV columns, one
-    after the other. Of gradients that are sums over all columns it writes its terms: to `parts` of those with a number for each channel, to `token_parts`
-    of those with one for each token."""
+    after the other. Of gradients that are sums over all columns it writes its terms: to `parts` of those with a
+    number for each channel, to `token_parts` of those with one for each token."""
 
     file = "delta/recurrent_backward"
     arguments = COMMON_ARGUMENTS + members(
