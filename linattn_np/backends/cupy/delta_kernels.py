@@ -113,16 +113,17 @@ class Walk(ChunkKernel, TiledKernel):
         """The instance for so many walks at the same time. It has 128 columns per block if so wide blocks fill half of
         the card, else 64, and three stages; if these do not fit in shared memory, two stages, then 64 columns, and then
         one stage. In float32 it has two stages at most: two blocks of 64 columns and channels then share a
-        multiprocessor. Blocks of 64 columns have one stage in float32, and of `short` sequences, most of which are one
-        chunk, where two of them then share a multiprocessor. `fields`: those of the derived class."""
+        multiprocessor. Of more channels, blocks of 64 columns have one stage if two of them then share one, in float32,
+        and if sequences are `short`: most are one chunk. `fields`: those of the derived class."""
         BK, wide_blocks = channels(K), walks * ceil_div(V, TILES[1])
-        BV = TILES[V > TILES[0] and 2 * wide_blocks >= device.multiprocessors and not short]
-        sizes = ((BV, 3), (BV, 2), (TILES[0], 2), (TILES[0], 1))[dtype == FLOAT32 :]
+        BV = TILES[V > TILES[0] and 2 * wide_blocks >= device.multiprocessors]
+        sizes = ((BV, 3), (BV, 2), (TILES[0], 2), (BV, 1))[dtype == FLOAT32 :]
         kernels = [cls(dtype, BK, width, rule == DPLR, stages, **fields) for width, stages in sizes]
         kernel = next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
-        if kernel.BV == TILES[0] and kernel.shared_bytes > SHARING and (dtype == FLOAT32 or short):
-            if kernels[-1].shared_bytes <= SHARING and walks * kernel.grid(V) > device.multiprocessors:
-                return kernels[-1]
+        if BK > TILES[0] and kernel.shared_bytes > SHARING and (short or dtype == FLOAT32 and kernel.BV == TILES[0]):
+            sharing = replace(kernel, BV=TILES[0], stages=1)
+            if sharing.shared_bytes <= SHARING and walks * sharing.grid(V) > device.multiprocessors:
+                return sharing
         return kernel
 
     @property
