@@ -73,7 +73,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     T E[BT * BK];  // from 2 on
   };
   union {
-    struct {  // until 2
+    struct {                  // until 2
       T columns[2][BT * BK];  // k and b
       T a[BT * BK];
       G g[BT * BK];

@@ -23,9 +23,10 @@
 //           COLUMNS columns at a time and all channels, LANE_CHANNELS of them a lane
 // smem      Shared: a chunk of tokens, the states before them, and the warps' parts of sums over columns
 // barriers  one after every BV columns; one with segments, in is_whole: whether dS after the first segment is finite;
-//           two for each state that is copied: it is in shared memory | it has been read, or, before dS is stored, parts
-//           of sums have been; three a chunk: it has arrived, and the previous chunk's parts have been added up | decays
-//           and the tokens' scalars are in shared memory | parts of sums over columns are, and the chunk has been read
+//           two for each state that is copied: it is in shared memory | it has been read, or, before dS is stored,
+//           parts of sums have been; three a chunk: it has arrived, and the previous chunk's parts have been added up |
+//           decays and the tokens' scalars are in shared memory | parts of sums over columns are, and the chunk has
+//           been read
 // numerics  float32, of float64 data float64. A chunk's states are computed again, forwards, from the state before it,
 //           which the forward kernel has kept: the host gives both kernels the same TOKENS. If dS after a sequence's
 //           first segment is not finite, since numbers grew when segments were joined, the block of the sequence's last
