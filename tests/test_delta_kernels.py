@@ -1,5 +1,6 @@
 """Gradients of the delta rules on every backend, held to the recurrence's in float64, and what is special to them."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -552,6 +553,23 @@ def test_stages_of_a_walk(dtype, H, T, K, stages):
     k, v, gate = (np.broadcast_to(dtype.type(0), shape) for shape in ((1, H, T, K), (1, H, T, 64), (1, H, T)))
     plan = planned.plan_of(GATED_DELTA_RULE.bind([k, k, v, gate, gate]), planned.Noting())
     assert [kernel.stages for kernel in plan.kernels if kernel.name == "delta_scan"] == [stages]
+
+
+@pytest.mark.parametrize("kib", [99, 163, 227])
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_every_card_has_its_kernels(op, kib):
+    """Kernels that no list has would raise LookupError where they are planned."""
+    card = planned.Noting()
+    card.shared_per_block = kib << 10
+    for dtype, K, V, H, T in itertools.product((HALF, SINGLE), (64, 128, 256), (64, 128), (2, 300), (32, 4096)):
+        sizes = {"B": 1, "H": H, "T": T, "K": K, "V": V}
+        arrays = [np.broadcast_to(dtype.type(0), [sizes[axis] for axis in axes.split()]) for axes in op.arrays.values()]
+        for gradient in (False, True):
+            problem = op.bind(arrays, mode="chunk", gradient=gradient)
+            plans = [planned.plan_of(problem, card)]
+            if gradient:
+                plans.append(planned.plan_of_pullback(problem, card, problem["v"], None))
+            assert all(kernel.shared_bytes <= card.shared_per_block for plan in plans for kernel in plan.kernels)
 
 
 @pytest.mark.parametrize("H, T, V, tokens", [(7, 756, 137, 8), (378, 1, 122, 4)], ids=["few-blocks", "many-blocks"])
