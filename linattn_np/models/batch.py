@@ -100,14 +100,31 @@ class Batch:
 
         ContractError if an argument does not fit; then no sequence has joined.
         """
+        prompts, samplings = self.checked_prompts(prompts, how, states)
+        samplers = [sampling.sampler() for sampling in samplings]
+        states = states or [None] * len(prompts)
+        states = [None if state is None else self.model.on_device(state, rows=1) for state in states]
+        rests, read_states = zip(*map(partial(read, self.model), prompts, states))
+        slots = [slot for slot in range(self.slots) if slot not in self.sequences][: len(prompts)]
+        self.fill(slots, read_states)
+        bounds = np.cumsum([0, *map(len, rests)])
+        logits, _ = self.model.forward(
+            np.concatenate(rests)[None], self.pool, cu_seqlens=bounds, slots=slots, last=True
+        )
+        source = Logits(self.model, logits)
+        self.sequences |= {
+            slot: Sequence(slot, sampler, source, row) for row, (slot, sampler) in enumerate(zip(slots, samplers))
+        }
+        return slots
+
+    def checked_prompts(self, prompts, how, states):
+        """(the tokens of each prompt, its `Sampling`), after checking the arguments of `join`."""
         prompts = [tokens_of(prompt) for prompt in prompts]
         samplings = how if isinstance(how, list) else [how] * len(prompts)
-        if not prompts or not all(map(len, prompts)):
-            refuse(
-                "prompts holds an empty one, expected at least a token in each"
-                if prompts
-                else "prompts is empty, expected at least one"
-            )
+        if not prompts:
+            refuse("prompts is empty, expected at least one")
+        if not all(map(len, prompts)):
+            refuse("prompts holds an empty one, expected at least a token in each")
         if others := [sampling for sampling in samplings if not isinstance(sampling, Sampling)]:
             refuse(f"how holds a {type(others[0]).__name__}, expected Sampling", ContractTypeError)
         if len(samplings) != len(prompts) or (states is not None and len(states) != len(prompts)):
@@ -118,29 +135,17 @@ class Batch:
         if len(prompts) > self.free:
             refuse(f"{len(prompts)} prompts want to join, but only {self.free} of {self.slots} slots are free")
         self.model.checked(np.concatenate(prompts)[None])
-        samplers = [sampling.sampler() for sampling in samplings]
-        states = states or [None] * len(prompts)
-        states = [None if state is None else self.model.on_device(state, rows=1) for state in states]
-        rests, read_states = zip(*map(partial(read, self.model), prompts, states))
-        slots = [slot for slot in range(self.slots) if slot not in self.sequences][: len(prompts)]
+        return prompts, samplings
+
+    def fill(self, slots, states):
+        """Writes states to rows of the pool; None is the initial state, which untouched rows have already."""
         with self.model.turn():
-            if reset := [
-                slot for slot, state in zip(slots, read_states) if state is None and slot not in self.untouched
-            ]:
+            if reset := [slot for slot, state in zip(slots, states) if state is None and slot not in self.untouched]:
                 self.pool.put(reset, self.model.initial_state())
             self.untouched.difference_update(slots)
-            for slot, state in zip(slots, read_states):
+            for slot, state in zip(slots, states):
                 if state is not None:
                     self.pool.put(slot, state)
-        bounds = np.cumsum([0, *map(len, rests)])
-        logits, _ = self.model.forward(
-            np.concatenate(rests)[None], self.pool, cu_seqlens=bounds, slots=slots, last=True
-        )
-        source = Logits(self.model, logits)
-        self.sequences |= {
-            slot: Sequence(slot, sampler, source, row) for row, (slot, sampler) in enumerate(zip(slots, samplers))
-        }
-        return slots
 
     @one_at_a_time
     def complaint(self, slot: int) -> str | None:

@@ -57,6 +57,15 @@ class Numbers(NamedTuple):
     rescale: int
     eps: float
 
+    @classmethod
+    def of(cls, fields, architecture) -> "Numbers":
+        """Those in the header's `fields`, {name: value}; FileError for others than a model can have."""
+        eps = fields.get(f"{architecture}.attention.layer_norm_epsilon", EPS)
+        if not is_real(eps) or not 0 < eps < math.inf:
+            refuse(f"has the layer_norm_epsilon {shown(eps)}", "a number above 0")
+        head_size = number(fields, f"{architecture}.wkv.head_size", 64, 1)
+        return cls(head_size, number(fields, f"{architecture}.rescale_every_n_layers", 0, 0), eps)
+
 
 @np.errstate(all="ignore")  # a damaged file may have numbers that overflow when they are converted
 def read(data, path) -> dict[str, np.ndarray]:
@@ -66,13 +75,7 @@ def read(data, path) -> dict[str, np.ndarray]:
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in MIXES:
         refuse(f"is a GGUF file of the architecture {shown(architecture)}", "rwkv6 or rwkv7")
-    numbers = Numbers(
-        number(fields, f"{architecture}.wkv.head_size", 64, 1),
-        number(fields, f"{architecture}.rescale_every_n_layers", 0, 0),
-        fields.get(f"{architecture}.attention.layer_norm_epsilon", EPS),
-    )
-    if not is_real(numbers.eps) or not 0 < numbers.eps < math.inf:
-        refuse(f"has the layer_norm_epsilon {shown(numbers.eps)}", "a number above 0")
+    numbers = Numbers.of(fields, architecture)
     weights: dict[str, np.ndarray] = {}
     claimed, quantised = 0, [name for name, tensor in tensors.items() if tensor.type not in FLOATS]
     if quantised and not find_spec("gguf"):

@@ -51,20 +51,11 @@ def loss(version, mix_classes, weights, tokens, products, dropout, recompute=Fal
         dx, dchange = step.norm_backward(x, moments, head_gradients, None, change, weights.ln_out, gradients.ln_out)
         while blocks:  # a block's arrays are freed after its pullback; dchange: the gradients of its result
             block = blocks.pop()
-            layer_gradients = gradients.layers[block.layer]
-            pulled = step.with_gradient_of_next_rank(block.mix.pull(dchange, layer_gradients))
+            pulled = block.pull_mix(dchange, gradients)
             if recompute and blocks:
                 blocks[-1].forward_again()
-            previous_change = blocks[-1].change if blocks else Change("Embedded")  # what the block's norm has added
-            dx, dchange = step.norm_backward(
-                block.x,
-                block.moments,
-                pulled,
-                dx,
-                previous_change,
-                block.norm,
-                getattr(layer_gradients, block.mix.NORM),
-            )
+            added = blocks[-1].change if blocks else Change("Embedded")  # what the block's norm has added
+            dx, dchange = block.pull_norm(pulled, dx, added, gradients)
             if not blocks or blocks[-1].layer < block.layer:
                 step.add_up()
                 if blocks:
@@ -164,6 +155,16 @@ class Block:
             step.mix_first_tokens(mixed, normed, self.previous_xx, maa)
         self.change = self.mix.forward(mixed, normed, self.previous_xx, self.site)
         return self.x, self.change
+
+    def pull_mix(self, dchange, gradients) -> InputGradients:
+        """The pullback of the mix, whose weights' gradients go to `gradients`, those of the model."""
+        pulled = self.mix.pull(dchange, gradients.layers[self.layer])
+        return self.step.with_gradient_of_next_rank(pulled)
+
+    def pull_norm(self, pulled, dx, added, gradients):
+        """The pullback of the norm, which has added the change `added`: as `TrainingStep.norm_backward`."""
+        out = getattr(gradients.layers[self.layer], self.mix.NORM)
+        return self.step.norm_backward(self.x, self.moments, pulled, dx, added, self.norm, out)
 
     def forget(self):
         """Drops the arrays that `forward_again` computes from the residual: the change, and those in the mix."""
