@@ -302,6 +302,12 @@ class TileSums:
 
 # -- a part of a product ----------------------------------------------------------------------------------------------
 @njit(**LOOP_OPTIONS)
+def blocks_of(product):
+    """The number of blocks of columns."""
+    return (product[COLUMNS] + BLOCK - 1) // BLOCK
+
+
+@njit(**LOOP_OPTIONS)
 def add_blocks(product, tile, row, several_tokens, first, last, sums):
     """Adds the products of tile number `tile` and rows row ... row + N - 1 of x to the sums [N, TILE] at the address
     `sums`, over the blocks of columns first ... last - 1.
@@ -309,7 +315,7 @@ def add_blocks(product, tile, row, several_tokens, first, last, sums):
     N is TOKENS_AT_ONCE if `several_tokens`, else 1. One token reads the listed columns alone, if its row has a list:
     its starts[-1] is then at least 0, see `list_inputs`.
     """
-    format, columns, blocks = product[FORMAT], product[COLUMNS], (product[COLUMNS] + BLOCK - 1) // BLOCK
+    format, columns, blocks = product[FORMAT], product[COLUMNS], blocks_of(product)
     x, bits = product[X] + 4 * row * columns, product[BITS] + product[BYTES_OF_INPUT] * columns * tile
     inputs = product[INPUTS] + 4 * row * (columns + PREFETCHED_OF_LIST)
     starts = array_at(product[STARTS] + 4 * row * (blocks + 1), (blocks + 1,), np.int32)
@@ -342,7 +348,7 @@ def multiply_tile(product, part):
     tiles, stack = product[TILES], product[STACK]
     tile, first_token = part % (stack * tiles), part // (stack * tiles) * CHUNK  # tile: counted over all matrices
     matrix, first_row = tile // tiles, tile % tiles * TILE
-    blocks = (product[COLUMNS] + BLOCK - 1) // BLOCK
+    blocks = blocks_of(product)
     count, row_of_x = min(CHUNK, padded - first_token), matrix * padded + first_token  # x is [STACK * padded, COLUMNS]
     several = tokens > ONE_BY_ONE
     at_once, depth = (TOKENS_AT_ONCE, DEPTH) if several else (1, blocks)
@@ -507,9 +513,9 @@ def add_totals(x, totals):
 
 @njit(**LOOP_OPTIONS)
 def set_sizes(product):
-    """Sets the sizes that `multiply_at` has not set; returns how many numbers of 32 bits `prepare` will store."""
+    """Sets the sizes that `multiply_at` has not set."""
     format, S, T, K = product[FORMAT], product[STACK], product[TOKENS], product[COLUMNS]
-    blocks, product[PADDED_TOKENS], product[LISTS] = (K + BLOCK - 1) // BLOCK, T, 0
+    product[PADDED_TOKENS], product[LISTS] = T, 0
     if format != FLOAT32 and T <= ONE_BY_ONE:
         product[LISTS] = S * T
     elif format != FLOAT32:
@@ -518,10 +524,15 @@ def set_sizes(product):
     product[BYTES_OF_INPUT] = 2 * TILE if format == BFLOAT16 else TILE if format == INT8 else TILE // 2  # as in BYTES
     product[TILE_ROWS], product[TILES] = rows, (product[ROWS] + rows - 1) // rows
     product[PARTS] = S * product[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK)
-    numbers = product[LISTS] * (K + PREFETCHED_OF_LIST + blocks + 1)
-    if product[PADDED_TOKENS] > T:
-        numbers += S * product[PADDED_TOKENS] * K
-    return numbers + (blocks * S * product[PADDED_TOKENS] if format == INT4 else 0)
+
+
+@njit(**LOOP_OPTIONS)
+def numbers_to_prepare(product):
+    """How many numbers of 32 bits `prepare` stores."""
+    S, K, padded, blocks = product[STACK], product[COLUMNS], product[PADDED_TOKENS], blocks_of(product)
+    padded_x = S * padded * K if padded > product[TOKENS] else 0
+    totals = blocks * S * padded if product[FORMAT] == INT4 else 0
+    return padded_x + product[LISTS] * (K + PREFETCHED_OF_LIST + blocks + 1) + totals
 
 
 @njit(**LOOP_OPTIONS)
@@ -532,7 +543,7 @@ def prepare(product, address):
     inputs by blocks.
     """
     S, T, K, padded = product[STACK], product[TOKENS], product[COLUMNS], product[PADDED_TOKENS]
-    blocks, listed = (K + BLOCK - 1) // BLOCK, product[LISTS]
+    blocks, listed = blocks_of(product), product[LISTS]
     if padded > T:
         x, padded_x = array_at(product[X], (S, T, K), np.float32), array_at(address, (S, padded, K), np.float32)
         for s in range(S):
@@ -560,7 +571,8 @@ def multiply(board, products, count):
     board, products = array_at(board, (BOARD,), np.int64), array_at(products, (count, PRODUCT), np.int64)
     parts, numbers = 0, 0
     for n in range(count):
-        numbers += set_sizes(products[n])
+        set_sizes(products[n])
+        numbers += numbers_to_prepare(products[n])
         parts += products[n, PARTS]
     shared = np.zeros(numbers, np.int32)
     address = shared.ctypes.data
