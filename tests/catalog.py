@@ -268,8 +268,8 @@ def of_models():
         norm = rwkv6.NormShift
         for how in product(norm.WIDTHS, norm.PARTS_AT_MOST, terms_of(T), norm.MIXES_AT_MOST):
             yield norm(T, *how)
-        for width in rwkv6.ShiftMix.WIDTHS:
-            yield rwkv6.ShiftMix(T, width)
+        for shape in rwkv6.ShiftMix.SHAPES:
+            yield rwkv6.ShiftMix(T, *shape)
         for how in product(rwkv6.GatedNorm.WIDTHS, rwkv6.GatedNorm.DEPTHS, (False, True)):
             yield rwkv6.GatedNorm(T, *how)
         for threads in model_products.Matvec.THREADS:

@@ -4,10 +4,10 @@
 // shapes    x xx d [T, D], weight bias [D], maa [C, D], before [N, D], shift [pool, D], starts ends [T]: the row of
 //           before where a prompt starts and of shift where it ends, -1 elsewhere; mixed [C, T, D]; xx and d
 //           may be null
-// grid      a block for every `tokens_per_block` neighbouring tokens, which it computes one after the other, and before
-//           them the norm of the token before; 512 threads, EACH times 4 channels each
-// smem      Shared: the warps' parts of two sums
-// barriers  two a token: mean, then variance
+// grid      a block for every `tokens_per_block` neighbouring tokens, at most TOKENS; it also computes the norm of the
+//           token before them. 512 threads, EACH times 4 channels each
+// smem      Shared: the warps' parts of two sums of each token
+// barriers  two: the tokens' means, then their variances
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
 // limits    D a multiple of 4, up to 2048 EACH
@@ -31,39 +31,16 @@ template <typename X> struct Args {
   double eps;
 };
 
+constexpr int ROWS = 9;  // the most of which block_sums makes sums
+
 struct Shared {
-  float sum[WARPS], squares[WARPS];
+  float sums[ROWS][WARPS], squares[ROWS][WARPS];
 };
 
 // A thread's n-th four channels begin here.
 __device__ __forceinline__ i64 channel(int n) { return 4 * (n * THREADS + i64(threadIdx.x)); }
 
-// A thread's channels of one row; 0 beyond D.
-template <int EACH> struct Row {
-  float4 x[EACH];
-
-  __device__ __forceinline__ void load(const float* from, i64 D) {
-#pragma unroll
-    for (int n = 0; n < EACH; ++n) x[n] = channel(n) < D ? load4(from + channel(n)) : float4{};
-  }
-
-  // The layer norm without weight and bias. All threads of the block call it.
-  __device__ __forceinline__ void normalise(Shared& s, i64 D, float eps) {
-    float sum = 0.f, squares = 0.f;
-#pragma unroll
-    for (int n = 0; n < EACH; ++n) sum += (x[n].x + x[n].y) + (x[n].z + x[n].w);
-    const float inverse_D = 1.f / D, mean = block_sum<WARPS>(sum, s.sum) * inverse_D;
-#pragma unroll
-    for (int n = 0; n < EACH; ++n) {
-      if (channel(n) >= D) continue;
-      x[n] = {x[n].x - mean, x[n].y - mean, x[n].z - mean, x[n].w - mean};
-      squares += (x[n].x * x[n].x + x[n].y * x[n].y) + (x[n].z * x[n].z + x[n].w * x[n].w);
-    }
-    const float scale = inverse_root(block_sum<WARPS>(squares, s.squares) * inverse_D + eps);
-#pragma unroll
-    for (int n = 0; n < EACH; ++n) x[n] = {x[n].x * scale, x[n].y * scale, x[n].z * scale, x[n].w * scale};
-  }
-};
+__device__ __forceinline__ float4 minus(float4 x, float4 y) { return {x.x - y.x, x.y - y.y, x.z - y.z, x.w - y.w}; }
 
 // x weight + bias
 __device__ __forceinline__ float4 fma4(float4 x, float4 weight, float4 bias) {
@@ -71,39 +48,106 @@ __device__ __forceinline__ float4 fma4(float4 x, float4 weight, float4 bias) {
           fmaf(x.w, weight.w, bias.w)};
 }
 
-template <typename X, int EACH> __global__ void __launch_bounds__(THREADS) rwkv6_shift_mix(const Args<X> args) {
+// x[n] becomes its sum over the block, the same bits in every thread, for every n; all threads call this, and it has one
+// barrier. parts: memory that the caller does not use again.
+template <int N> __device__ __forceinline__ void block_sums(float (&x)[N], float (&parts)[ROWS][WARPS]) {
+  static_assert(N <= ROWS);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  float shares[8] = {};
+#pragma unroll
+  for (int n = 1; n < N; ++n) shares[n - 1] = x[n];
+  exchange_and_add_halves<4>(shares, 16, lane & 16);
+  exchange_and_add_halves<2>(shares, 8, lane & 8);
+  exchange_and_add_halves<1>(shares, 4, lane & 4);
+  // Of a number, all lanes that have it store it.
+  parts[0][warp] = warp_sum(x[0]);
+  parts[1 + lane / 4][warp] = sum_over_lanes<4>(shares[0]);
+  __syncthreads();  // the warps' sums are in shared memory
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    x[n] = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp += 4) {
+      const float4 four = load4(&parts[n][warp]);
+      x[n] += (four.x + four.y) + (four.z + four.w);
+    }
+  }
+}
+
+template <typename X, int EACH, int TOKENS>
+__global__ void __launch_bounds__(THREADS, EACH < 4 ? 2 : 1) rwkv6_shift_mix(const Args<X> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();  // the next kernel may begin
-  const i64 D = args.D, first = blockIdx.x * args.tokens_per_block, last = min(first + args.tokens_per_block, args.T);
-  const float eps = float(args.eps);
+  constexpr int N = TOKENS + 1;
+  static_assert(N <= ROWS);
+  const i64 D = args.D, first = blockIdx.x * args.tokens_per_block;
+  const int count = int(min(args.tokens_per_block, args.T - first));
   wait_for_previous();  // the previous kernel has ended: what it wrote can be read
-  // `next` is loaded while the token before it is computed.
-  Row<EACH> next, previous_xx = {};
-  i64 t = args.starts[first] < 0 ? first - 1 : first;
-  next.load(args.x + t * D, D);
-#pragma unroll 1
-  for (; t < last; ++t) {
-    Row<EACH> current = next;
-    if (t + 1 < last) next.load(args.x + (t + 1) * D, D);
-    const i64 start = args.starts[t], end = args.ends[t], row = t * D;
-    current.normalise(s, D, eps);
-    if (start >= 0) previous_xx.load(args.before + start * D, D);
+  u32 starting = 0;     // bit m: a prompt starts with the block's token m
+#pragma unroll
+  for (int m = 0; m < TOKENS; ++m)
+    if (m < count && args.starts[first + m] >= 0) starting |= 1u << m;
+  // Row m + 1 is the block's token m; row 0 is the token before, unless a prompt starts. Rows are 0 where there is no
+  // token, and beyond D.
+  float4 x[N][EACH];
+#pragma unroll
+  for (int m = 0; m < N; ++m)
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
-      const i64 j = channel(n);
-      if (j >= D) continue;
-      const float4 xx = fma4(current.x[n], load4(args.weight + j), load4(args.bias + j)), previous = previous_xx.x[n];
-      previous_xx.x[n] = xx;
-      if (t < first) continue;  // the previous block's token
-      const float4 d = {previous.x - xx.x, previous.y - xx.y, previous.z - xx.z, previous.w - xx.w};
-      if (end >= 0) store4(args.shift + end * D + j, xx);
-      if (args.xx) {
-        store4(args.xx + row + j, xx);
-        store4(args.d + row + j, d);
-      }
+      const bool inside = channel(n) < D && (m == 0 ? !(starting & 1) : m <= count);
+      x[m][n] = inside ? load4(args.x + (first + m - 1) * D + channel(n)) : float4{};
+    }
+  const float inverse_D = 1.f / D, eps = float(args.eps);
+  float sums[N] = {}, squares[N] = {};
+#pragma unroll
+  for (int m = 0; m < N; ++m)
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) sums[m] += (x[m][n].x + x[m][n].y) + (x[m][n].z + x[m][n].w);
+  block_sums(sums, s.sums);
+#pragma unroll
+  for (int m = 0; m < N; ++m) {
+    const float mean = sums[m] * inverse_D;
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      if (channel(n) >= D) continue;
+      const float4 centred = minus(x[m][n], {mean, mean, mean, mean});
+      squares[m] += (centred.x * centred.x + centred.y * centred.y) + (centred.z * centred.z + centred.w * centred.w);
+      x[m][n] = centred;
+    }
+  }
+  block_sums(squares, s.squares);
+#pragma unroll
+  for (int n = 0; n < EACH; ++n) {
+    const i64 j = channel(n);
+    if (j >= D) continue;
+    const float4 weight = load4(args.weight + j), bias = load4(args.bias + j);
+#pragma unroll
+    for (int m = 0; m < N; ++m) {
+      const float scale = inverse_root(squares[m] * inverse_D + eps);
+      const float4 centred = x[m][n];
+      x[m][n] = fma4({scale * centred.x, scale * centred.y, scale * centred.z, scale * centred.w}, weight, bias);
+    }
+    // From here on x has xx. change: the previous token's xx minus that of the block's token m.
+    const auto change = [&](int m) {
+      const bool starts = starting >> m & 1;
+      return minus(starts ? load4(args.before + args.starts[first + m] * D + j) : x[m][n], x[m + 1][n]);
+    };
+#pragma unroll
+    for (int m = 0; m < TOKENS; ++m) {
+      if (m >= count) continue;
+      const i64 end = args.ends[first + m], index = (first + m) * D + j;
+      if (end >= 0) store4(args.shift + end * D + j, x[m + 1][n]);
+      if (!args.xx) continue;
+      store4(args.xx + index, x[m + 1][n]);
+      store4(args.d + index, change(m));
+    }
 #pragma unroll 1
-      for (i64 c = 0; c < args.C; ++c)
-        store4(args.mixed + c * args.T * D + row + j, fma4(d, load4(args.maa + c * D + j), xx));
+    for (i64 c = 0; c < args.C; ++c) {
+      const float4 maa = load4(args.maa + c * D + j);
+      X* to = args.mixed + (c * args.T + first) * D + j;
+#pragma unroll
+      for (int m = 0; m < TOKENS; ++m, to += D)
+        if (m < count) store4(to, fma4(change(m), maa, x[m + 1][n]));
     }
   }
 }

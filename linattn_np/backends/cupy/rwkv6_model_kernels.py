@@ -360,28 +360,31 @@ class Widen(ElementwiseKernel):
 # -- prompts: all tokens at once ---------------------------------------------------------------------------------------
 class ShiftMix(ModelKernel):
     """`NormShift` for prompts: layer norm, token shift and C mixes of all tokens. A block computes `tokens_per_block`
-    tokens one after the other. `before` and `shift` are the states at the sequences' starts and ends; `starts` and
-    `ends` say which tokens these are."""
+    tokens together. `before` and `shift` are the states at the sequences' starts and ends; `starts` and `ends` say
+    which tokens these are."""
 
     file = "rwkv6/shift_mix"
     arguments = members(
         "pointers x weight bias maa before shift starts ends xx d mixed, int64s T D C tokens_per_block, float64s eps"
     )
     shared_memory = ("Shared",)
-    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible EACH; a block has threads for 2048 EACH channels
-    RESIDENT: ClassVar[int] = 2  # blocks of a multiprocessor, at most 64 registers a thread
+    # The possible (EACH, TOKENS): a block has threads for 2048 EACH channels, and registers for TOKENS tokens at most.
+    SHAPES: ClassVar[tuple[tuple[int, int], ...]] = (1, 8), (2, 3), (4, 3)
+    RESIDENT: ClassVar[int] = 2  # blocks of a multiprocessor with EACH = 1: registers are for so many
     threads = 512
     X: np.dtype
     EACH: int
+    TOKENS: int
 
     @classmethod
     def fitting(cls, X, D):
-        """The instance with the fewest registers, so that many blocks fit on a multiprocessor."""
-        return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
+        """The instance with the fewest registers for a channel, so that a block has many tokens."""
+        return next(cls(X, *shape) for shape in cls.SHAPES if D <= shape[0] * 4 * cls.threads)
 
     def tokens_per_block(self, T, multiprocessors) -> int:
-        """So many of T tokens that all blocks run at the same time: a block normalises one token more than it has."""
-        return ceil_div(T, self.RESIDENT * multiprocessors)
+        """So many of T tokens that all blocks run at the same time, or TOKENS: a block normalises one token more than
+        it has."""
+        return min(self.TOKENS, ceil_div(T, self.RESIDENT * multiprocessors))
 
 
 class Openings(ModelKernel):
