@@ -630,6 +630,14 @@ def test_a_rounded_state_goes_through_prompts_pools_and_files(on_cuda, kind, dty
         model.forward(tokens, on_cuda(weights).initial_state(2))
 
 
+@versions
+def test_blocks_that_go_on_with_later_tokens(on_cuda, kind, rng, monkeypatch):
+    weights, tokens = random_weights(kind, rng), rng.integers(0, SMALL["V"], (1, 61))
+    wanted = host(on_cuda(weights).forward(tokens)[0])
+    monkeypatch.setattr(kernels.HeadKernel, "ENOUGH", 1)
+    np.testing.assert_array_equal(host(on_cuda(weights).forward(tokens)[0]), wanted)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("D", [8, 2056, 4104])
 @pytest.mark.parametrize("most", [1, 2, 3, 8])

@@ -1,7 +1,8 @@
 // what      The steps between the recurrence and its output product: group norm over each head, bonus, and gate.
 // math      y = GroupNorm_H(o) silu(gate); with BONUS (RWKV-7) y = (GroupNorm_H(o) + (sum_N r k bonus) v) gate
 // shapes    o r k v gate y [T, H, N], weight bias bonus [H, N]; r k v and bonus only with BONUS; y may be o
-// grid      64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring channels; 256 threads
+// grid      64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring channels; 128 threads. If blocks
+//           do not have all tokens, they go on with later ones (LaneOfHead)
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; the variance from centred values
@@ -27,57 +28,73 @@ template <typename X, int WIDTH, int GROUPS, bool BONUS>
 __global__ void __launch_bounds__(THREADS) rwkv6_gated_norm(const Args<X> args) {
   launch_next();        // the next kernel may begin
   wait_for_previous();  // the previous kernel has ended: what it wrote can be read
-  const LaneOfHead<WIDTH> lane;
+  LaneOfHead<WIDTH> lane;
   const int N = int(args.N);
   const i64 first_channel = lane.token_head % args.H * N + lane.channel;  // of [H, N]
-  const i64 first = lane.token_head * N + lane.channel;                   // of [T, H, N]
-  const int channels = lane.token_head < args.rows ? N - lane.channel : 0;
+  struct Parameters {
+    float weight[WIDTH], bias[WIDTH], bonus[WIDTH];
+  };
+  // Those of a group of channels; 0 beyond N.
+  const auto load_parameters = [&](int n) {
+    Parameters to = {};
+    if (const int j = CHANNELS_APART * n; lane.channel + j < N) {
+      load_group(to.weight, args.weight + first_channel + j);
+      load_group(to.bias, args.bias + first_channel + j);
+      if constexpr (BONUS) load_group(to.bonus, args.bonus + first_channel + j);
+    }
+    return to;
+  };
+  const Parameters of_first_group = load_parameters(0);  // those of other groups would take too many registers
   const float inverse_N = 1.f / N;
-  // All loads come first, so that the reductions wait for memory once.
-  float x[GROUPS][WIDTH], v[GROUPS][WIDTH], gate[GROUPS][WIDTH], weight[GROUPS][WIDTH], bias[GROUPS][WIDTH];
-  float sum = 0.f, bonus_score = 0.f, squares = 0.f;
+#pragma unroll 1
+  for (; lane.some_head_is_below(args.rows); lane.go_on()) {
+    const i64 first = lane.token_head * N + lane.channel;  // of [T, H, N]
+    const int channels = lane.token_head < args.rows ? N - lane.channel : 0;
+    // All loads come first, so that the reductions wait for memory once.
+    float x[GROUPS][WIDTH], v[GROUPS][WIDTH], gate[GROUPS][WIDTH];
+    Parameters parameters[GROUPS];
+    float sum = 0.f, bonus_score = 0.f, squares = 0.f;
 #pragma unroll
-  for (int n = 0; n < GROUPS; ++n) {
-    const int j = CHANNELS_APART * n;
-    if (j >= channels) continue;
-    load_group(x[n], args.o + first + j);
-    load_group(gate[n], args.gate + first + j);
-    float r[WIDTH], k[WIDTH], bonus[WIDTH];
-    if constexpr (BONUS) {
-      load_group(r, args.r + first + j);
-      load_group(k, args.k + first + j);
-      load_group(v[n], args.v + first + j);
-      load_group(bonus, args.bonus + first_channel + j);
+    for (int n = 0; n < GROUPS; ++n) {
+      const int j = CHANNELS_APART * n;
+      if (j >= channels) continue;
+      load_group(x[n], args.o + first + j);
+      load_group(gate[n], args.gate + first + j);
+      parameters[n] = n == 0 ? of_first_group : load_parameters(n);
+      float r[WIDTH], k[WIDTH];
+      if constexpr (BONUS) {
+        load_group(r, args.r + first + j);
+        load_group(k, args.k + first + j);
+        load_group(v[n], args.v + first + j);
+      }
+#pragma unroll
+      for (int i = 0; i < WIDTH; ++i) {
+        sum += x[n][i];
+        if constexpr (BONUS) bonus_score += r[i] * k[i] * parameters[n].bonus[i];
+      }
     }
-    load_group(weight[n], args.weight + first_channel + j);
-    load_group(bias[n], args.bias + first_channel + j);
+    const float mean = sum_over_lanes<lane.LANES>(sum) * inverse_N;
+    if constexpr (BONUS) bonus_score = sum_over_lanes<lane.LANES>(bonus_score);
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-      sum += x[n][i];
-      if constexpr (BONUS) bonus_score += r[i] * k[i] * bonus[i];
+    for (int n = 0; n < GROUPS; ++n) {
+      if (CHANNELS_APART * n >= channels) continue;
+#pragma unroll
+      for (int i = 0; i < WIDTH; ++i) {
+        x[n][i] -= mean;
+        squares += x[n][i] * x[n][i];
+      }
     }
-  }
-  const float mean = sum_over_lanes<lane.LANES>(sum) * inverse_N;
-  if constexpr (BONUS) bonus_score = sum_over_lanes<lane.LANES>(bonus_score);
+    const float scale = inverse_root(sum_over_lanes<lane.LANES>(squares) * inverse_N + float(args.eps));
 #pragma unroll
-  for (int n = 0; n < GROUPS; ++n) {
-    if (CHANNELS_APART * n >= channels) continue;
+    for (int n = 0; n < GROUPS; ++n) {
+      const int j = CHANNELS_APART * n;
+      if (j >= channels) continue;
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-      x[n][i] -= mean;
-      squares += x[n][i] * x[n][i];
+      for (int i = 0; i < WIDTH; ++i) {
+        const float normed = fmaf(x[n][i] * scale, parameters[n].weight[i], parameters[n].bias[i]), g = gate[n][i];
+        x[n][i] = BONUS ? fmaf(bonus_score, v[n][i], normed) * g : normed * silu(g);
+      }
+      store_group(args.y + first + j, x[n]);
     }
-  }
-  const float scale = inverse_root(sum_over_lanes<lane.LANES>(squares) * inverse_N + float(args.eps));
-#pragma unroll
-  for (int n = 0; n < GROUPS; ++n) {
-    const int j = CHANNELS_APART * n;
-    if (j >= channels) continue;
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-      const float normed = fmaf(x[n][i] * scale, weight[n][i], bias[n][i]), g = gate[n][i];
-      x[n][i] = BONUS ? fmaf(bonus_score, v[n][i], normed) * g : normed * silu(g);
-    }
-    store_group(args.y + first + j, x[n]);
   }
 }

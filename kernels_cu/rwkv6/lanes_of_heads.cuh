@@ -3,13 +3,20 @@
 //           channels apart: so 64 / WIDTH lanes have a head.
 #include "decode.cuh"
 
-constexpr int THREADS = 256, CHANNELS_APART = 64;  // of groups
+constexpr int THREADS = 128, CHANNELS_APART = 64;  // of groups
 
-// This thread's head, of all tokens' heads, and the first channel of its first group.
+// This thread's head, of all tokens' heads, and the first channel of its first group. If the grid does not have all
+// heads of all tokens, its heads are whole tokens, so that `go_on` goes to the same head of a later token.
 template <int WIDTH> struct LaneOfHead {
   static constexpr int LANES = CHANNELS_APART / WIDTH;
   i64 token_head = (i64(blockIdx.x) * THREADS + threadIdx.x) / LANES;
   int channel = int(threadIdx.x) % LANES * WIDTH;
+
+  // Whether the warp's first head is: the same for all lanes, which then sum together.
+  __device__ __forceinline__ bool some_head_is_below(i64 heads) const {
+    return token_head - i64(threadIdx.x) % 32 / LANES < heads;
+  }
+  __device__ __forceinline__ void go_on() { token_head += i64(gridDim.x) * (THREADS / LANES); }
 };
 
 // Eight numbers start on 16 bytes.

@@ -8,7 +8,7 @@
 //           logits; bases [3, H, N] of w, a, v; removal replacement [H, N]. In the first layer the bases of v are -inf:
 //           v stays as it is and is stored in `first`, which the other layers read
 // grid      rwkv7/cuda_prefill.py launches 64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring
-//           channels; 256 threads
+//           channels; 128 threads. If the grid does not have all tokens, blocks go on with later ones (LaneOfHead)
 // smem      none
 // barriers  none
 // numerics  float32, rounded once
@@ -42,57 +42,72 @@ template <typename X> struct Args {
 template <typename X, int WIDTH, int GROUPS> __global__ void __launch_bounds__(THREADS) rwkv7_keys(const Args<X> args) {
   launch_next();        // the next kernel may begin
   wait_for_previous();  // nothing is read before
-  const LaneOfHead<WIDTH> lane;
+  LaneOfHead<WIDTH> lane;
   const int N = int(args.N);
   const i64 first_channel = lane.token_head % args.H * N + lane.channel;  // of [H, N]
-  const i64 first = lane.token_head * N + lane.channel;                   // of [T, H, N]
-  const int channels = lane.token_head < args.token_heads ? N - lane.channel : 0;
-  float removed[GROUPS][WIDTH], rate[GROUPS][WIDTH], squares = 0.f;
-#pragma unroll
-  for (int n = 0; n < GROUPS; ++n) {
-    const int j = CHANNELS_APART * n;
-    if (j >= channels) continue;
-    const i64 index = first + j, channel = first_channel + j;
-    float k[WIDTH], v[WIDTH], w[WIDTH], share[WIDTH], first_v[WIDTH] = {};
-    float base_w[WIDTH], base_a[WIDTH], base_v[WIDTH], removal[WIDTH], replacement[WIDTH];
-    load_group(k, args.k + index);
-    load_group(v, args.v + index);
-    load_group(w, args.w + index);
-    load_group(rate[n], args.rate_logits + index);
-    load_group(share, args.share_logits + index);
-    load_group(base_v, args.bases + 2 * args.H * N + channel);
-    const bool is_first_layer = base_v[0] < -3e38f;
-    if (!is_first_layer) load_group(first_v, args.first + index);
-    load_group(base_w, args.bases + channel);
-    load_group(base_a, args.bases + args.H * N + channel);
-    load_group(removal, args.removal + channel);
-    load_group(replacement, args.replacement + channel);
-    if (is_first_layer) store_group(args.first + index, v);
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-      w[i] = -DECAY * sigmoid_for<X>(base_w[i] + w[i]);
-      rate[n][i] = sigmoid_for<X>(base_a[i] + rate[n][i]);
-      removed[n][i] = k[i] * removal[i];
-      squares += removed[n][i] * removed[n][i];
-      k[i] *= fmaf(rate[n][i] - 1.f, replacement[i], 1.f);
-      v[i] = fmaf(first_v[i] - v[i], sigmoid_for<X>(base_v[i] + share[i]), v[i]);
+  struct Parameters {
+    float w[WIDTH], a[WIDTH], v[WIDTH], removal[WIDTH], replacement[WIDTH];  // w, a, v: the bases
+  };
+  // Those of a group of channels; 0 beyond N.
+  const auto load_parameters = [&](int n) {
+    Parameters to = {};
+    if (const int j = CHANNELS_APART * n; lane.channel + j < N) {
+      const i64 channel = first_channel + j;
+      load_group(to.w, args.bases + channel);
+      load_group(to.a, args.bases + args.H * N + channel);
+      load_group(to.v, args.bases + 2 * args.H * N + channel);
+      load_group(to.removal, args.removal + channel);
+      load_group(to.replacement, args.replacement + channel);
     }
-    store_group(args.w + index, w);
-    store_group(args.k + index, k);
-    if (!is_first_layer) store_group(args.v + index, v);
-  }
-  const float inverse_norm = 1.f / fmaxf(sqrtf(sum_over_lanes<lane.LANES>(squares)), LEAST_NORM);
+    return to;
+  };
+  const Parameters of_first_group = load_parameters(0);  // those of other groups would take too many registers
+  const bool is_first_layer = args.bases[2 * args.H * N] < -3e38f;
+#pragma unroll 1
+  for (; lane.some_head_is_below(args.token_heads); lane.go_on()) {
+    const i64 first = lane.token_head * N + lane.channel;  // of [T, H, N]
+    const int channels = lane.token_head < args.token_heads ? N - lane.channel : 0;
+    float removed[GROUPS][WIDTH], rate[GROUPS][WIDTH], squares = 0.f;
 #pragma unroll
-  for (int n = 0; n < GROUPS; ++n) {
-    const int j = CHANNELS_APART * n;
-    if (j >= channels) continue;
-    float a[WIDTH], b[WIDTH];
+    for (int n = 0; n < GROUPS; ++n) {
+      const int j = CHANNELS_APART * n;
+      if (j >= channels) continue;
+      const i64 index = first + j;
+      float k[WIDTH], v[WIDTH], w[WIDTH], share[WIDTH], first_v[WIDTH] = {};
+      load_group(k, args.k + index);
+      load_group(v, args.v + index);
+      load_group(w, args.w + index);
+      load_group(rate[n], args.rate_logits + index);
+      load_group(share, args.share_logits + index);
+      if (!is_first_layer) load_group(first_v, args.first + index);
+      else store_group(args.first + index, v);
+      const Parameters parameters = n == 0 ? of_first_group : load_parameters(n);
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-      const float kappa = removed[n][i] * inverse_norm;
-      a[i] = -kappa, b[i] = kappa * rate[n][i];
+      for (int i = 0; i < WIDTH; ++i) {
+        w[i] = -DECAY * sigmoid_for<X>(parameters.w[i] + w[i]);
+        rate[n][i] = sigmoid_for<X>(parameters.a[i] + rate[n][i]);
+        removed[n][i] = k[i] * parameters.removal[i];
+        squares += removed[n][i] * removed[n][i];
+        k[i] *= fmaf(rate[n][i] - 1.f, parameters.replacement[i], 1.f);
+        v[i] = fmaf(first_v[i] - v[i], sigmoid_for<X>(parameters.v[i] + share[i]), v[i]);
+      }
+      store_group(args.w + index, w);
+      store_group(args.k + index, k);
+      if (!is_first_layer) store_group(args.v + index, v);
     }
-    store_group(args.a + first + j, a);
-    store_group(args.b + first + j, b);
+    const float inverse_norm = 1.f / fmaxf(sqrtf(sum_over_lanes<lane.LANES>(squares)), LEAST_NORM);
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) {
+      const int j = CHANNELS_APART * n;
+      if (j >= channels) continue;
+      float a[WIDTH], b[WIDTH];
+#pragma unroll
+      for (int i = 0; i < WIDTH; ++i) {
+        const float kappa = removed[n][i] * inverse_norm;
+        a[i] = -kappa, b[i] = kappa * rate[n][i];
+      }
+      store_group(args.a + first + j, a);
+      store_group(args.b + first + j, b);
+    }
   }
 }

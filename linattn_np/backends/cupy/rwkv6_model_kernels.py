@@ -19,6 +19,7 @@ members of struct Args, with `?` if they may be null. The kernel's file has its 
 
 from __future__ import annotations
 
+from math import gcd
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -426,7 +427,9 @@ class HeadKernel(ModelKernel):
     CHANNELS_APART: ClassVar[int] = 64
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 2)  # the possible WIDTH, of which heads have a multiple
     DEPTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible GROUPS
-    threads = 256
+    PASSES: ClassVar[int] = 4
+    ENOUGH: ClassVar[int] = 1000  # blocks
+    threads = 128
     X: np.dtype
     WIDTH: int
     GROUPS: int
@@ -438,9 +441,13 @@ class HeadKernel(ModelKernel):
         width = next(width for width in cls.WIDTHS if N % width == 0)
         return cls(X, width, next(groups for groups in cls.DEPTHS if N <= cls.CHANNELS_APART * groups), **fields)
 
-    def blocks(self, rows) -> int:
-        """Blocks for so many rows, each a head of a token."""
-        return ceil_div(rows * self.CHANNELS_APART // self.WIDTH, self.threads)
+    def blocks(self, tokens, H) -> int:
+        """Blocks for H heads of so many tokens. If ENOUGH blocks are left, each computes the heads of up to PASSES
+        blocks, so that it loads parameters less often; then the heads of all blocks together are whole tokens."""
+        of_block = self.threads * self.WIDTH // self.CHANNELS_APART
+        blocks = ceil_div(tokens * H, of_block)
+        passes, whole = min(self.PASSES, blocks // self.ENOUGH), H // gcd(H, of_block)
+        return blocks if passes < 2 else ceil_div(blocks, passes * whole) * whole
 
 
 class GatedNorm(HeadKernel):

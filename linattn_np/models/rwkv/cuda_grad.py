@@ -291,7 +291,7 @@ class TrainingStep:
         y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.dtype, N, BONUS=False), self.D // N
         arrays, rows = {"o": o, "gate": gate, "y": y, **affine(norm)}, self.tokens * heads
         eps = GROUP_NORM_EPS * self.scale**2  # o has the factor `scale`, which the norm removes
-        self.run_kernel(kernel, kernel.blocks(rows), **arrays, rows=rows, H=heads, N=N, eps=eps)
+        self.run_kernel(kernel, kernel.blocks(self.tokens, heads), **arrays, rows=rows, H=heads, N=N, eps=eps)
         return y
 
     def cross_entropy(self, logits):

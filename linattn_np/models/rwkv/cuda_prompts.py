@@ -264,10 +264,10 @@ class MixOperations:
         """Adds y [T, D] = the group norm of o over each head, times silu(gate); returns y. `bonus`: the arrays r, k, v
         and bonus, for the norm with RWKV-7's bonus and gate (see `kernels.GatedNorm`)."""
         kernel = kernels.GatedNorm.fitting(self.dtype, self.sizes["N"], BONUS=bool(bonus))
-        rows = self.T * self.sizes["H"]
+        H = self.sizes["H"]
         arrays = {"o": o, "gate": gate, "y": y} | bonus | kernels.affine(layer.ln_x)  # its weight and bias
         eps = self.group_eps * self.scale**2  # o has the factor `scale`, which the norm removes
-        self.draft.launch(kernel, kernel.blocks(rows), **arrays, rows=rows, eps=eps)
+        self.draft.launch(kernel, kernel.blocks(self.T, H), **arrays, rows=self.T * H, eps=eps)
         return y
 
     def add_gated(self, x, gate, value):

@@ -249,9 +249,10 @@ class TimeMix(Mix):
     def gated_norm(self):
         """(GroupNorm(o) + (sum r key bonus) v) gate, the sum over a head."""
         step, kernel = self.step, GatedNorm.fitting(self.step.dtype, self.N, BONUS=True)
-        y, rows = step.empty(*self.o.shape), step.tokens * self.H
+        y = step.empty(*self.o.shape)
         arrays = {"r": self.r, "k": self.key, "v": self.mixed_v, "bonus": self.layer.bonus, "y": y}
-        self.run_kernel(kernel, kernel.blocks(rows), rows=rows, **arrays, **self.norm_arguments())
+        blocks, rows = kernel.blocks(step.tokens, self.H), step.tokens * self.H
+        self.run_kernel(kernel, blocks, rows=rows, **arrays, **self.norm_arguments())
         return y
 
     def gated_norm_backward(self, dy, grads):

@@ -60,7 +60,7 @@ class MixOperations(cuda_prompts.MixOperations):
         arrays = {"k": k, "v": v, "w": w, "rate_logits": a, "share_logits": b, "a": a, "b": b}
         arrays |= {"first": self.arrays.first, "bases": layer.bases}
         arrays |= {"removal": layer.removal, "replacement": layer.replacement}
-        self.draft.launch(keys, keys.blocks(T * H), **arrays, token_heads=T * H)
+        self.draft.launch(keys, keys.blocks(T, H), **arrays, token_heads=T * H)
         self.recurrent(RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
         self.gated_norm_to(o, layer, o, gate, r=r, k=k, v=v, bonus=layer.bonus)
         return self.add_product(layer, "output", x, o)
