@@ -127,8 +127,9 @@ SPILLED = {
     ("delta/backward_chunks", "sm_90"): 352,
     ("delta/backward_chunks", "sm_100"): 280,
     ("delta/kda_backward_chunks", "sm_120"): 32,
-    ("rwkv6/shift_mix", "sm_80"): 8,
-    ("rwkv6/shift_mix", "sm_90"): 16,  # float32
+    ("rwkv6/shift_mix", "sm_80"): 40,
+    ("rwkv6/shift_mix", "sm_90"): 16,  # float32, and rows beyond 2,048 channels
+    ("rwkv6/shift_mix", "sm_120"): 16,
     ("value_gate/forward", "sm_80"): 56,
     ("value_gate/forward", "sm_90"): 200,
     ("value_gate/forward", "sm_100"): 156,

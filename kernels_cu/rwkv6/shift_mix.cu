@@ -34,7 +34,7 @@ template <typename X> struct Args {
 constexpr int ROWS = 9;  // the most of which block_sums makes sums
 
 struct Shared {
-  float sums[ROWS][WARPS], squares[ROWS][WARPS];
+  float sums[ROWS][WARPS], squares[ROWS][WARPS];  // of each warp
 };
 
 // A thread's n-th four channels begin here.
@@ -48,12 +48,12 @@ __device__ __forceinline__ float4 fma4(float4 x, float4 weight, float4 bias) {
           fmaf(x.w, weight.w, bias.w)};
 }
 
-// x[n] becomes its sum over the block, the same bits in every thread, for every n; all threads call this, and it has one
-// barrier. parts: memory that the caller does not use again.
+// x[n] becomes its sum over the block, the same bits in every thread, for every n; all threads call this, and it has
+// one barrier. parts: memory that the caller does not use again.
 template <int N> __device__ __forceinline__ void block_sums(float (&x)[N], float (&parts)[ROWS][WARPS]) {
   static_assert(N <= ROWS);
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  float shares[8] = {};
+  float shares[ROWS - 1] = {};
 #pragma unroll
   for (int n = 1; n < N; ++n) shares[n - 1] = x[n];
   exchange_and_add_halves<4>(shares, 16, lane & 16);
@@ -63,15 +63,15 @@ template <int N> __device__ __forceinline__ void block_sums(float (&x)[N], float
   parts[0][warp] = warp_sum(x[0]);
   parts[1 + lane / 4][warp] = sum_over_lanes<4>(shares[0]);
   __syncthreads();  // the warps' sums are in shared memory
+  // Four lanes add the warps' sums of a number.
+  const auto sum_of = [&](int n) {
+    const float4 four = load4(&parts[n][4 * (lane & 3)]);
+    return sum_over_lanes<4>((four.x + four.y) + (four.z + four.w));
+  };
+  x[0] = sum_of(0);
+  const float others = sum_of(1 + lane / 4);
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    x[n] = 0.f;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp += 4) {
-      const float4 four = load4(&parts[n][warp]);
-      x[n] += (four.x + four.y) + (four.z + four.w);
-    }
-  }
+  for (int n = 1; n < N; ++n) x[n] = __shfl_sync(0xffffffffu, others, 4 * (n - 1));
 }
 
 template <typename X, int EACH, int TOKENS>
@@ -79,14 +79,16 @@ __global__ void __launch_bounds__(THREADS, EACH < 4 ? 2 : 1) rwkv6_shift_mix(con
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();  // the next kernel may begin
   constexpr int N = TOKENS + 1;
-  static_assert(N <= ROWS);
   const i64 D = args.D, first = blockIdx.x * args.tokens_per_block;
   const int count = int(min(args.tokens_per_block, args.T - first));
-  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
-  u32 starting = 0;     // bit m: a prompt starts with the block's token m
+  wait_for_previous();           // the previous kernel has ended: what it wrote can be read
+  u32 starting = 0, ending = 0;  // bit m: a prompt starts, or ends, with the block's token m
 #pragma unroll
-  for (int m = 0; m < TOKENS; ++m)
-    if (m < count && args.starts[first + m] >= 0) starting |= 1u << m;
+  for (int m = 0; m < TOKENS; ++m) {
+    if (m >= count) continue;
+    if (args.starts[first + m] >= 0) starting |= 1u << m;
+    if (args.ends[first + m] >= 0) ending |= 1u << m;
+  }
   // Row m + 1 is the block's token m; row 0 is the token before, unless a prompt starts. Rows are 0 where there is no
   // token, and beyond D.
   float4 x[N][EACH];
@@ -135,8 +137,8 @@ __global__ void __launch_bounds__(THREADS, EACH < 4 ? 2 : 1) rwkv6_shift_mix(con
 #pragma unroll
     for (int m = 0; m < TOKENS; ++m) {
       if (m >= count) continue;
-      const i64 end = args.ends[first + m], index = (first + m) * D + j;
-      if (end >= 0) store4(args.shift + end * D + j, x[m + 1][n]);
+      const i64 index = (first + m) * D + j;
+      if (ending >> m & 1) store4(args.shift + args.ends[first + m] * D + j, x[m + 1][n]);
       if (!args.xx) continue;
       store4(args.xx + index, x[m + 1][n]);
       store4(args.d + index, change(m));
