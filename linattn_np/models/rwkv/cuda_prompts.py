@@ -68,15 +68,16 @@ class Prompts:
         memory = in_one_allocation([*layer_arrays, *other_buffers], device)
         (x, *states), buffers = memory[: len(layer_arrays)], memory[len(layer_arrays) :]
         before, after = states[: len(STATE)], states[len(STATE) :]
-        result = device.empty(self.result_shape, FLOAT32)
 
+        # The embedding takes longer than other calls before the layers, which the host enqueues meanwhile.
+        self.embedding_plan([device.upload(tokens), x, *vars(decoder.model_weights).values()])
         for array, copy in zip(state.arrays, before):
             if array.dtype == FLOAT32:
                 device.copy(rows_of(array, slots), copy)
             else:
                 copy[...] = rows_of(array, slots)
-        self.embedding_plan([device.upload(tokens), x, *vars(decoder.model_weights).values()])
         self.run_layers(x, states, buffers)
+        result = device.empty(self.result_shape, FLOAT32)
         self.head_plan([x, result, *vars(decoder.model_weights).values()])
         for array, new_rows in zip(state.arrays, after):
             if slots is None and array.flags.c_contiguous and array.dtype == FLOAT32:
