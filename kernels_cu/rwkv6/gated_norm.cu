@@ -1,8 +1,8 @@
 // what      The steps between the recurrence and its output product: group norm over each head, bonus, and gate.
 // math      y = GroupNorm_H(o) silu(gate); with BONUS (RWKV-7) y = (GroupNorm_H(o) + (sum_N r k bonus) v) gate
 // shapes    o r k v gate y [T, H, N], weight bias bonus [H, N]; r k v and bonus only with BONUS; y may be o
-// grid      64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring channels; 128 threads. If blocks
-//           do not have all tokens, they go on with later ones (LaneOfHead)
+// grid      64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring channels; 128 threads. If the
+//           grid does not have all tokens, blocks go on with later ones (LaneOfHead)
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; the variance from centred values
