@@ -656,8 +656,8 @@ def test_shifts_of_narrow_and_wide_rows(device, most, D, rng):
     }
     shapes = {"shift": (2, D), "xx": (5, D), "d": (5, D), "mixed": (2, 5, D)}
     arrays |= {name: device.empty(shape, np.float32) for name, shape in shapes.items()}
-    kernel = kernels.ShiftMix.fitting(np.dtype(np.float32), D)
-    tokens_per_block = min(most, kernel.TOKENS)
+    kernel, tokens_per_block = kernels.ShiftMix.fitting(np.dtype(np.float32), D, 2 * most, 1)
+    assert tokens_per_block == min(most, kernel.TOKENS)
     at = {name: device.pointer(array) for name, array in arrays.items()}
     args = kernel.pack(**at, T=5, D=D, C=2, tokens_per_block=tokens_per_block, eps=1e-5)
     device.launch(kernel, -(-5 // tokens_per_block), args)

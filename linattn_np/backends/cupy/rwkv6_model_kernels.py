@@ -370,7 +370,7 @@ class ShiftMix(ModelKernel):
     )
     shared_memory = ("Shared",)
     # The possible (EACH, TOKENS): a block has threads for 2048 EACH channels, and registers for TOKENS tokens at most.
-    SHAPES: ClassVar[tuple[tuple[int, int], ...]] = (1, 8), (2, 3), (4, 3)
+    SHAPES: ClassVar[tuple[tuple[int, int], ...]] = (1, 2), (1, 8), (2, 3), (4, 3)
     RESIDENT: ClassVar[int] = 2  # blocks of a multiprocessor with EACH = 1: registers are for so many
     threads = 512
     X: np.dtype
@@ -378,14 +378,14 @@ class ShiftMix(ModelKernel):
     TOKENS: int
 
     @classmethod
-    def fitting(cls, X, D):
-        """The instance with the fewest registers for a channel, so that a block has many tokens."""
-        return next(cls(X, *shape) for shape in cls.SHAPES if D <= shape[0] * 4 * cls.threads)
-
-    def tokens_per_block(self, T, multiprocessors) -> int:
-        """So many of T tokens that all blocks run at the same time, or TOKENS: a block normalises one token more than
-        it has."""
-        return min(self.TOKENS, ceil_div(T, self.RESIDENT * multiprocessors))
+    def fitting(cls, X, D, T, multiprocessors) -> tuple[ShiftMix, int]:
+        """(the instance, the tokens of a block): so many of T that all blocks run at the same time, if registers hold
+        them: a block normalises one token more than it has."""
+        wanted = ceil_div(T, cls.RESIDENT * multiprocessors)
+        EACH = next(each for each, _ in cls.SHAPES if D <= each * 4 * cls.threads)
+        kernels = [cls(X, each, tokens) for each, tokens in cls.SHAPES if each == EACH]
+        kernel = next((kernel for kernel in kernels if wanted <= kernel.TOKENS), kernels[-1])
+        return kernel, min(kernel.TOKENS, wanted)
 
 
 class Openings(ModelKernel):

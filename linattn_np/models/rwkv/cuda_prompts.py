@@ -214,8 +214,7 @@ class MixOperations:
         """Adds a layer norm, the token shift and the mixes; returns (mixes xx + d maa, xx, d): xx is the normed x, d
         the previous token's xx minus xx."""
         (T, D), (mixed, xx, d) = x.shape, self.mixes[norm]
-        kernel = kernels.ShiftMix.fitting(mixed.dtype, D)
-        tokens_per_block = kernel.tokens_per_block(T, self.device.multiprocessors)
+        kernel, tokens_per_block = kernels.ShiftMix.fitting(mixed.dtype, D, T, self.device.multiprocessors)
         self.draft.launch(
             kernel,
             ceil_div(T, tokens_per_block),
