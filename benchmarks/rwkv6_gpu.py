@@ -217,7 +217,7 @@ def prompt(model, lengths, runs):
 def row(decoder, args, bandwidth):
     """Figures of a step, printed."""
     found = {
-        "matrices": str(decoder.matrices),
+        "matrices": str(decoder.matrix_dtype),
         "state": str(decoder.state_dtype),
         "batch": decoder.batch,
         **decode(decoder, args.runs, bandwidth),

@@ -35,11 +35,16 @@ def run(problem, mode):
 
 class NumbaLaunches:
     """The launches of one problem. The methods named like stages, and `staged`, `recurrent` and `step`, take the arrays
-    of the stage, operator or step in its order."""
+    of the stage, operator or step in its order.
+
+    xp : the library of the arrays, the module numpy or cupy
+    real : the class of scalars in the dtype of the arithmetic
+    exclusive : whether outputs read the state before the write
+    """
 
     def __init__(self, problem):
         self.problem, self.xp = problem, np if problem.home == "host" else sys.modules["cupy"]
-        self.real = problem.compute_dtype.type  # of the arithmetic
+        self.real = problem.compute_dtype.type
         self.chunk_size = problem.chunk_size or CHUNK
         self.exclusive = problem.options.get("exclusive", problem.op.reads_before_write)
 

@@ -81,15 +81,15 @@ class CudaDecoder(NotCopied):
     ):
         self.device = device = device or current_device()
         version, (weights, sizes) = self.version, names.parameters(self.version, weights)
-        self.matrices = version.checked_dtype(dtype, DTYPES)
+        self.matrix_dtype = version.checked_dtype(dtype, DTYPES)
         self.state_dtype = version.checked_dtype(state_dtype, STATE_DTYPES, " for the state")
         # the dtype of embeddings, and of vectors in products that round them
-        self.dtype = BFLOAT16 if self.matrices == INT8 else self.matrices
-        if self.matrices == INT8 and device.capability != HOPPER:
+        self.dtype = BFLOAT16 if self.matrix_dtype == INT8 else self.matrix_dtype
+        if self.matrix_dtype == INT8 and device.capability != HOPPER:
             raise NotSupported(f"{version.owner}: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
-        self.sizes = checked_sizes(version, self.default_sizes | sizes, self.matrices, self.size_limits)
+        self.sizes = checked_sizes(version, self.default_sizes | sizes, self.matrix_dtype, self.size_limits)
         self.layer_eps, self.group_eps = version.norm_eps(weights)
-        copies = WeightCopies(device, version, weights, loaded, self.matrices)
+        copies = WeightCopies(device, version, weights, loaded, self.matrix_dtype)
         self.model_weights, self.all_layers = copies.of_model(), copies.of_all_layers(sizes["L"])
         self.layers = [entries(self.all_layers, i) for i in range(sizes["L"])]
         self.allocate_buffers(batch)
@@ -113,7 +113,7 @@ class CudaDecoder(NotCopied):
         self.batch = batch
         terms, X = self.choose_products()
         uses_cublas = batch > model_products.Matvec.COLUMNS
-        widens_int8 = self.matrices == INT8 and batch > model_products.BatchProduct.MOST  # for cuBLAS
+        widens_int8 = self.matrix_dtype == INT8 and batch > model_products.BatchProduct.MOST  # for cuBLAS
         B, (D, F, V), buffer = batch, (self.sizes[axis] for axis in "DFV"), self.buffer
         self.buffers = SimpleNamespace(
             x=buffer(1, B, D),  # the residual
@@ -141,7 +141,7 @@ class CudaDecoder(NotCopied):
         on_hopper = self.device.capability == HOPPER
         self.kernel = self.kernel_of_all_layers() if self.batch == 1 and on_hopper else None
         few = self.batch <= model_products.Matvec.COLUMNS
-        has_batch_product = on_hopper and self.matrices in model_products.BatchProduct.DTYPES
+        has_batch_product = on_hopper and self.matrix_dtype in model_products.BatchProduct.DTYPES
         in_terms = few and not self.kernel and has_batch_product  # `BatchProduct` takes float32 vectors as terms
         self.by_rows = few and not in_terms
         return model_products.FLOAT_TERMS if in_terms else 1, FLOAT32 if self.by_rows else self.dtype
@@ -479,7 +479,9 @@ class DecodingStep:
         they leave), or None on other cards and if cuBLAS is faster. `in_parts`: whether they may leave parts.
         `WideProduct` serves half precision and 56 to 64, or 129 to 256, vectors."""
         decoder, rows = self.decoder, [w.shape[:2] for w in matrices]
-        if wide := model_products.WideProduct.fitting(decoder.matrices, B, K, rows, in_parts, decoder.device, early):
+        if wide := model_products.WideProduct.fitting(
+            decoder.matrix_dtype, B, K, rows, in_parts, decoder.device, early
+        ):
             kernel, parts = wide
             return partial(kernel.launch, parts=parts), parts
         kernel = self.batch_product(matrices, B, K, early)
@@ -488,7 +490,7 @@ class DecodingStep:
     def batch_product(self, matrices, B, K, early=False):
         """The `BatchProduct` for products with these matrices, or None."""
         rows = [w.shape[:2] for w in matrices]
-        return model_products.BatchProduct.fitting(self.decoder.matrices, B, K, rows, self.decoder.device, early)
+        return model_products.BatchProduct.fitting(self.decoder.matrix_dtype, B, K, rows, self.decoder.device, early)
 
     def launch_matvec(self, products, K):
         """Adds one launch of the matrix-vector kernel, for all matrices of all products."""

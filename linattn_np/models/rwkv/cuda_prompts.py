@@ -190,7 +190,7 @@ class MixOperations:
         self.layer_eps, self.group_eps = decoder.layer_eps, decoder.group_eps
         self.spans, self.T = Spans(bounds), int(bounds[-1])
         self.wide = None  # the buffer for one int8 matrix converted to `dtype`, of `widest` elements
-        self.widest = decoder.widest(decoder.layers[0]) if decoder.matrices == INT8 else 0
+        self.widest = decoder.widest(decoder.layers[0]) if decoder.matrix_dtype == INT8 else 0
         lengths = np.diff(bounds)
         starts, ends = np.full((2, self.T), -1)
         starts[bounds[:-1]] = ends[bounds[1:] - 1] = np.arange(len(lengths))

@@ -104,7 +104,7 @@ class Layout:
 
     def sort_key(self, name):
         """The sort key of a parameter: matrices before others, by layer (those outside the layers first), then in the
-        order of `Version.matrices`."""
+        order of `Version.matrix_names`."""
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
         matrix = self.version.is_matrix(name)
-        return (0, layer, self.version.matrices.index(name_in_block(name))) if matrix else (1, layer, 0)
+        return (0, layer, self.version.matrix_names.index(name_in_block(name))) if matrix else (1, layer, 0)

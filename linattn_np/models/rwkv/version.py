@@ -144,13 +144,13 @@ class Version:
         return EMBEDDING | blocks | HEAD
 
     @property
-    def matrices(self) -> list[str]:
+    def matrix_names(self) -> list[str]:
         """The names of all matrices, within a block or outside the layers, in the order of `layer` and MODEL."""
         weights = (*self.layer.values(), *MODEL.values())
         return [name for weight in weights if weight.matrix for name in weight.names]
 
     def is_matrix(self, name) -> bool:
-        return name_in_block(name) in self.matrices
+        return name_in_block(name) in self.matrix_names
 
     def large_matrices(self, layers: int) -> list[str]:
         """The full names of all matrices except for the embedding and those of low rank."""

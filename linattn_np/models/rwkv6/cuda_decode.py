@@ -34,8 +34,8 @@ class DecodingStep(cuda_decoder.DecodingStep):
     From the base class: `norm_shift` adds the norm that begins a mix, and the mixes' inputs; `products_in_parts` adds
     products that may leave parts, and returns how many; `launch_time_mix` adds the recurrence and the product with the
     output matrix, `product_for_residual` a product that the residual must gain: both return the next `added`.
-    `decoder.batch` is B; `decoder.dtype`, `decoder.state_dtype` and `decoder.matrices` are the dtypes of products, of
-    the state and of the matrices in memory; `decoder.by_rows`: whether products take float32 inputs, row by row.
+    `decoder.batch` is B; `decoder.dtype`, `decoder.state_dtype` and `decoder.matrix_dtype` are the dtypes of products,
+    of the state and of the matrices in memory; `decoder.by_rows`: whether products take float32 inputs, row by row.
     """
 
     def time_mix(self, layer, shift, wkv, added):
@@ -82,7 +82,7 @@ class DecodingStep(cuda_decoder.DecodingStep):
         kernel = decoder.mix_kernel(buffers.mixed.shape[0], buffers.mixed.dtype)
         if isinstance(kernel, kernels.FiveMixes):  # reads the parts, always PARTS, that `NarrowProduct` leaves
             w, scales = matrix_of(layer, "maa_down")
-            product, M = NarrowProduct.fitting(decoder.matrices, B), 5 * A
+            product, M = NarrowProduct.fitting(decoder.matrix_dtype, B), 5 * A
             operands = {"w": w, "scales": scales, "x": buffers.mixed_x, "y": buffers.low}
             self.draft.launch(product, product.blocks(B, M), **operands, K=D, M=M)
         else:
@@ -103,11 +103,11 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
 
     def kernel_of_all_layers(self):
         """(the kernel that computes all layers in one launch, its bytes of shared memory), or None."""
-        return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
+        return kernels.DecodeFew.fitting(self.matrix_dtype, self.state_dtype, self.sizes, self.device)
 
     def mix_kernel(self, terms, X):
         """The kernel of the five mixes: `FiveMixes` where it is faster, else `DataMix`."""
-        five_mixes = kernels.FiveMixes.fitting(self.matrices, X, self.batch, self.sizes["A"], self.device)
+        five_mixes = kernels.FiveMixes.fitting(self.matrix_dtype, X, self.batch, self.sizes["A"], self.device)
         return five_mixes or kernels.DataMix.of_step(self.dtype, X, self.batch, terms)
 
     def version_buffers(self, terms, X):

@@ -49,7 +49,7 @@ class DecodingStep(cuda_decoder.DecodingStep):
     From the base class: `norm_shift` adds the norm that begins a mix, and the mixes' inputs; `launch_time_mix` the
     recurrence and the product with the output matrix; `product_for_residual` a product that the residual must gain. The
     last two return the next `added`. `decoder.batch` is B; `decoder.dtype`, `decoder.state_dtype` and
-    `decoder.matrices` are the dtypes of products, of the state and of the matrices in memory.
+    `decoder.matrix_dtype` are the dtypes of products, of the state and of the matrices in memory.
     """
 
     def time_mix(self, layer, shift, wkv, added):
@@ -105,7 +105,7 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
 
     def kernel_of_all_layers(self):
         """(the kernel that computes all layers in one launch, its bytes of shared memory), or None."""
-        return kernels.DecodeOne.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
+        return kernels.DecodeOne.fitting(self.matrix_dtype, self.state_dtype, self.sizes, self.device)
 
     def version_buffers(self, terms, X):
         """The buffers that the top of this module lists. `buffer` makes a float32 array; DOWNS = 4 products `low`."""
