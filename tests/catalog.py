@@ -164,8 +164,7 @@ def delta_rules():
     walks = (delta.DeltaScan, delta.DeltaBackwardStates)
     for walk, T, K, V, two_writes, outputs in product(walks, CTYPES, gated.CHANNELS, gated.TILES, *[(False, True)] * 2):
         ofs = walk.DIRECTIONS if walk is delta.DeltaBackwardStates and K in gated.TILES else ()
-        one = T == SINGLE or K > gated.TILES[not outputs]  # whether some card takes one stage
-        rings = (1, 2, 3) if one else (2, 3)
+        rings = (1, 2, 3) if T == SINGLE or K > gated.TILES[1] else (2, 3)
         for ring in rings[: -1 if T == SINGLE else None]:
             yield walk(T, K, V, two_writes, ring, outputs)
             yield from (walk(T, K, V, two_writes, ring, outputs, of) for of in ofs[1:])

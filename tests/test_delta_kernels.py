@@ -538,23 +538,6 @@ def test_columns_of_a_block(dtype, H, K, V, BV):
     assert plan.tiles["BV"] == BV
 
 
-@pytest.mark.parametrize(
-    "dtype, H, T, K, stages",
-    [
-        (SINGLE, 200, 70, 70, 1),
-        (SINGLE, 100, 70, 70, 2),  # fewer than the card's 132 multiprocessors
-        (SINGLE, 200, 70, 64, 2),  # two blocks of two stages share a multiprocessor
-        (HALF, 200, 70, 200, 3),
-        (HALF, 200, 32, 200, 1),  # no second chunk
-    ],
-)
-def test_stages_of_a_walk(dtype, H, T, K, stages):
-    """One where two blocks then share a multiprocessor."""
-    k, v, gate = (np.broadcast_to(dtype.type(0), shape) for shape in ((1, H, T, K), (1, H, T, 64), (1, H, T)))
-    plan = planned.plan_of(GATED_DELTA_RULE.bind([k, k, v, gate, gate]), planned.Noting())
-    assert [kernel.stages for kernel in plan.kernels if kernel.name == "delta_scan"] == [stages]
-
-
 @pytest.mark.parametrize("kib", [99, 163, 227])
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_every_card_has_its_kernels(op, kib):

@@ -109,22 +109,16 @@ class Walk(ChunkKernel, TiledKernel):
     only_backwards: ClassVar[bool] = False  # whether the walk has no direction but that backwards in time
 
     @classmethod
-    def fitting(cls, dtype, K, V, rule, walks, short, device, **fields):
+    def fitting(cls, dtype, K, V, rule, walks, device, **fields):
         """The instance for so many walks at the same time. It has 128 columns per block if so wide blocks fill half of
         the card, else 64, and three stages; if these do not fit in shared memory, two stages, then 64 columns, and then
         one stage. In float32 it has two stages at most: two blocks of 64 columns and channels then share a
-        multiprocessor. Of more channels, blocks of 64 columns have one stage if two of them then share one, in float32,
-        and if sequences are `short`: most are one chunk. `fields`: those of the derived class."""
+        multiprocessor. `fields`: those of the derived class."""
         BK, wide_blocks = channels(K), walks * ceil_div(V, TILES[1])
         BV = TILES[V > TILES[0] and 2 * wide_blocks >= device.multiprocessors]
         sizes = ((BV, 3), (BV, 2), (TILES[0], 2), (BV, 1))[dtype == FLOAT32 :]
         kernels = [cls(dtype, BK, width, rule == DPLR, stages, **fields) for width, stages in sizes]
-        kernel = next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
-        if BK > TILES[0] and kernel.shared_bytes > SHARING and (short or dtype == FLOAT32 and kernel.BV == TILES[0]):
-            sharing = replace(kernel, BV=TILES[0], stages=1)
-            if sharing.shared_bytes <= SHARING and walks * sharing.grid(V) > device.multiprocessors:
-                return sharing
-        return kernel
+        return next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
 
     @property
     def threads(self):
@@ -139,12 +133,10 @@ class Walk(ChunkKernel, TiledKernel):
     @property
     def summary(self) -> Walk:
         """The instance without outputs, with as many stages if blocks of 256 columns then share a multiprocessor,
-        else with two at most if blocks of 128 columns do, else with one."""
+        else with two at most."""
         kernel = replace(self, outputs=False)
-        if kernel.shared_bytes * TILES[1] <= SHARING * self.BV:
-            return kernel
-        kernel = replace(kernel, stages=min(2, self.stages))
-        return kernel if kernel.shared_bytes * TILES[0] <= SHARING * self.BV else replace(kernel, stages=1)
+        fits = kernel.shared_bytes * TILES[1] <= SHARING * self.BV
+        return kernel if fits else replace(kernel, stages=min(2, self.stages))
 
     @property
     def prepared_bytes(self) -> int:
@@ -422,12 +414,13 @@ class DeltaRecurrentBackward(DeltaKernel):
         """The arrays whose gradients go to `parts`, in its order. A gate that channels share has one number a token."""
         return ("q", "k", "a", "b", "g") if self.rule == DPLR else ("q", "k", "g")[: 2 + (self.rule == KDA)]
 
-    BLOCKS: ClassVar[int] = 12  # of a multiprocessor, three of which run at a time: more blocks have more columns
+    BLOCKS: ClassVar[int] = 48  # of a multiprocessor, three of which run at a time: more blocks have more columns
 
     def tiles_of_block(self, problem, multiprocessors) -> int:
         """`tiles`, if all heads are computed at a time."""
         (N, H), tiles = problem.shape("N H"), ceil_div(problem.sizes["V"], self.BV)
-        return min(tiles, max(1, N * H * tiles // (self.BLOCKS * multiprocessors)))
+        most = max(1, N * H * tiles // (self.BLOCKS * multiprocessors))
+        return ceil_div(tiles, ceil_div(tiles, most))
 
     def bytes_between_kernels(self, problem, heads, multiprocessors) -> int:
         """About how many bytes the stored states and `parts` take, for `heads` heads."""

@@ -41,15 +41,9 @@ def chunk_kernels(problem, device, gradient, segments=1):
     has both directions; `segments`: of a sequence. The first kernel is the same for any number of them."""
     walk_class, (N, H, K, V) = DeltaBackwardStates if gradient else DeltaScan, problem.shape("N H K V")
     walks, rule = (1 + gradient) * N * H * segments, rule_of(problem.op)  # walks that run at the same time
-    walk = walk_class.fitting(problem.dtype, K, V, rule, walks, is_short(problem), device)
+    walk = walk_class.fitting(problem.dtype, K, V, rule, walks, device)
     prepare = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}[rule]
     return prepare(problem.dtype, gate_dtype(problem), walk.BK, gradient), walk
-
-
-def is_short(problem) -> bool:
-    """Whether sequences have fewer than two chunks on average."""
-    spans = problem.spans
-    return spans.chunk_bounds(DeltaScan.CHUNK)[-1] < 2 * spans.count
 
 
 # Times of a head {whether gradients are computed: the time}. 1 is the time of one token of one column token by token.
@@ -107,7 +101,6 @@ class CutInChunks(SegmentCut):
     # they compute gradients; and of walks without outputs.
     CHUNK_TIMES, SUMMARY_TIMES = {False: (1.0, 1.5), True: (1.4, 2.5)}, (0.7, 1.1)
     SINGLE = 2.5  # chunks of float32 take so many times as long
-    # Those of 256 channels take twice as long as those of 128, for which the times were fitted.
     START_CHUNKS = 3  # a walk's first loads and last stores take as long as so many chunks
     LAUNCHES_TIME = 12.0  # of the two launches that a cut adds
     CALL_TIME, LAST_TIME = 50.0, 10.0  # of gradients besides: of a call; of a chunk on one multiprocessor
@@ -124,14 +117,14 @@ class CutInChunks(SegmentCut):
         """An estimate for the walks of a pass that is cut into so many segments."""
         N, H, K, V = self.problem.shape("N H K V")
         tiles_of_F, tiles_of_V = ceil_div(K, TILES[0]), self.directions * ceil_div(V, TILES[0])
-        of_size = max(1, self.walk.BK / TILES[1]) * (self.SINGLE if self.problem.dtype == FLOAT32 else 1)
+        of_dtype = self.SINGLE if self.problem.dtype == FLOAT32 else 1
 
         def walk_time(tiles, times):
             """Of a walk of so many tiles of 64 columns per sequence and head. times: such as SUMMARY_TIMES."""
             alone, two = times
             pairs, single = divmod(ceil_div(N * H * tiles, self.device.multiprocessors), 2)
             of_chunk = pairs * two + single * alone
-            return (self.START_CHUNKS + ceil_div(self.chunks, segments)) * of_chunk * of_size
+            return (self.START_CHUNKS + ceil_div(self.chunks, segments)) * of_chunk * of_dtype
 
         outputs = walk_time(segments * tiles_of_V, self.CHUNK_TIMES[self.gradient])
         if segments == 1:
@@ -142,8 +135,8 @@ class CutInChunks(SegmentCut):
     def walk_of(self, direction):
         """The walk for gradients in one direction."""
         (N, H, K, V), rule = self.problem.shape("N H K V"), rule_of(self.problem.op)
-        walks, short = N * H * self.segments, is_short(self.problem)
-        return DeltaBackwardStates.fitting(self.problem.dtype, K, V, rule, walks, short, self.device, of=direction)
+        walks = N * H * self.segments
+        return DeltaBackwardStates.fitting(self.problem.dtype, K, V, rule, walks, self.device, of=direction)
 
     @property
     def pass_time(self) -> float:
