@@ -7,7 +7,7 @@ contiguous arrays, "int64s" sizes. T is called T_, as the template has a type T.
 
 from __future__ import annotations
 
-from math import prod
+from math import isqrt, prod
 from typing import ClassVar
 
 import numpy as np
@@ -17,6 +17,9 @@ from .arithmetic import ceil_div
 from .kernel import Kernel
 
 FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}  # the kernels' names of feature maps
+
+
+MANY_ARRAYS = 1024  # so many are summed in two launches
 
 
 class FeatureMap(Kernel):
@@ -114,9 +117,18 @@ class CopyRows(Kernel):
 
 
 def sum_arrays(draft, arrays, total):
-    """Adds to the plan `draft` a launch of total [..., H, K] = the sum of arrays [N, ..., H, K] in float32 or float64.
+    """Adds to the plan `draft` launches of total [..., H, K] = the sum of arrays [N, ..., H, K] in float32 or float64.
     `total` may be a slice of an array with longer rows."""
-    (N, *heads, K), kernel = arrays.shape, SumArrays(total.dtype)
-    sizes = {"N": N, "H": prod(heads), "K": K, "row_stride": total.strides[-2] // total.dtype.itemsize}
-    blocks = ceil_div(kernel.LANES * sizes["H"] * K, kernel.threads)
-    draft.launch(kernel, blocks, arrays=arrays, sum=total, **sizes)
+    (N, *heads, K), H = arrays.shape, prod(arrays.shape[1:-1])
+
+    def launch(arrays, total, N, H, row_stride):
+        kernel = SumArrays(total.dtype)
+        sizes = {"N": N, "H": H, "K": K, "row_stride": row_stride}
+        draft.launch(kernel, ceil_div(kernel.LANES * H * K, kernel.threads), arrays=arrays, sum=total, **sizes)
+
+    groups = next((n for n in range(isqrt(N), 1, -1) if N % n == 0), 1) if N >= MANY_ARRAYS else 1
+    if groups > 1:  # few threads would add all of them: first every `groups`-th one
+        sums = draft.empty((groups, *heads, K), arrays.dtype)
+        launch(arrays, sums, N // groups, groups * H, K)
+        arrays, N = sums, groups
+    launch(arrays, total, N, H, total.strides[-2] // total.dtype.itemsize)
