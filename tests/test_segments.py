@@ -244,6 +244,15 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
 
 
 @pytest.mark.parametrize(
+    "lengths, heads", [((100,) * 50, 100), ((100, 60) * 20, 80), ((1000, *[10] * 99), 8), ((0, 0), 0)]
+)
+def test_heads_of_short_sequences_leave_the_card_to_long_ones(lengths, heads):
+    bounds = np.cumsum([0, *lengths])
+    arrays = [np.zeros((1, 2, bounds[-1], 64), BFLOAT16)] * 4
+    assert segments.heads_at_work(GLA.bind(arrays, cu_seqlens=bounds)) == heads
+
+
+@pytest.mark.parametrize(
     "blocks, longest, most, P",
     [
         (64, 512, 264, 1),  # four would spare 384 tokens

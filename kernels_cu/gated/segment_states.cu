@@ -7,8 +7,8 @@
 //           columns, decays [N, parts, H, ceil(V / BV), 2, K]. A segment's state is the sum of its parts' states. The
 //           product of both rows of `decays` over all parts is the segment's decay: it is in the first row of the first
 //           part, all others are ones, since scan_segments.cu takes two rows from every kernel of summaries
-// grid      a block for every (computed segment, part, head, BV columns of V), segment slowest, of BK channels; a warp
-//           for every 16 of them. A step is STEP tokens; steps are counted from the segment's last one back, and so
+// grid      a block for every (computed segment, part, head, BK channels, BV columns of V), segment slowest; a warp for
+//           every 16 channels. A step is STEP tokens; steps are counted from the segment's last one back, and so
 //           taken. Parts take the steps of a segment in turn; of other parts' steps a block reads the gates only
 // smem      Stage: k, v and g of a step, STAGES times; copied by all threads, read by all warps
 // barriers  one a step: the step has been copied, and the stage that is filled next has been read. The block stops, and
@@ -26,7 +26,7 @@
 //           out would be decayed by e^-48 (1.4e-21): float32's rounding of later tokens' terms (6e-8) is larger unless
 //           the terms left out are 4e13 times as large (6e-8 / 1.4e-21)
 // source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
-// limits    BK and BV of 64, 128; a launch for every BK channels
+// limits    BK and BV of 64, 128
 //
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied. A product is D[16, 8] += A[16, 16] B[16, 8]:
 // Left and RightData are a lane's part of A and B; set(p, pair) sets the p-th of its pairs of numbers, rounded.
@@ -46,7 +46,6 @@ template <typename T, typename G> struct Args {
   StridedRows<const G> g;
   float *states, *decays;
   Shape shape;             // its sequences are the segments: shape.count of a batch row, of all its sequences together
-  i64 channel;             // the first channel of this launch
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
   i64 parts;               // blocks that share a segment's tokens
   i64 bytes;               // the largest of 16, 8, 4 and 2 that divides the start and the length of all rows
@@ -183,18 +182,20 @@ __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& t
 }
 
 // What a block computes: part `part` of a segment (counted through all batch rows) of head h, columns from first_column
-// on. result: the index [segment, part, h] of its state; decays: the index [segment, part, h, block] of its decays.
-template <int BV> struct SegmentTile {
+// and channels from first_channel on. result: the index [segment, part, h] of its state; decays: the index [segment,
+// part, h, block] of its decays.
+template <int BK, int BV> struct SegmentTile {
   u32 segment, part, h, result, decays;
-  int first_column;
+  int first_channel, first_column;
 
   template <class Args> __device__ __forceinline__ SegmentTile(const Args& args, u32 block) {
-    const u32 tiles = u32(args.shape.V + BV - 1) / BV, H = u32(args.shape.H), parts = u32(args.parts);
+    const u32 across = u32(args.shape.V + BV - 1) / BV, tiles = across * (u32(args.shape.K + BK - 1) / BK);
+    const u32 H = u32(args.shape.H), parts = u32(args.parts), tile = block % tiles;
     const u32 index = block / tiles / H / parts, computed = u32(args.computed);  // index: among the computed segments
     segment = index / computed * u32(args.segments) + index % computed, part = block / tiles / H % parts,
     h = block / tiles % H;
-    result = (segment * parts + part) * H + h, decays = result * tiles + block % tiles;
-    first_column = block % tiles * BV;
+    result = (segment * parts + part) * H + h, decays = result * across + tile % across;
+    first_channel = tile / across * BK, first_column = tile % across * BV;
   }
 };
 
@@ -206,21 +207,21 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 16 * (threadIdx.x >> 5);
-  const SegmentTile<BV> work(args, blockIdx.x);
+  const SegmentTile<BK, BV> work(args, blockIdx.x);
   const u32 count = u32(shape.count), parts = u32(args.parts), part = work.part, b = work.segment / count;
   const Span span = tokens_of(shape, work.segment % count);
   const int tokens = int(span.stop - span.start), bytes = int(args.bytes);
-  const int channels = int(min(shape.K - args.channel, i64(BK))),
+  const int channels = int(min(shape.K - work.first_channel, i64(BK))),
             columns = int(min(shape.V - work.first_column, i64(BV)));
   // first_step: the step that this part begins with, counted from the segment's start: the part's last one in time.
   const int steps = (tokens + STEP<T> - 1) / STEP<T>, first_step = steps - 1 - part;
 
-  StepCopier<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + args.channel, args.k.token_stride, first_step,
-                                  bytes);
+  StepCopier<THREADS, T, T, BK> k(args.k.row(b, work.h, span.start) + work.first_channel, args.k.token_stride,
+                                  first_step, bytes);
   StepCopier<THREADS, T, T, BV> v(args.v.row(b, work.h, span.start) + work.first_column, args.v.token_stride,
                                   first_step, bytes);
-  StepCopier<THREADS, T, G, BK> gates(args.g.row(b, work.h, span.start) + args.channel, args.g.token_stride, steps - 1,
-                                      bytes);
+  StepCopier<THREADS, T, G, BK> gates(args.g.row(b, work.h, span.start) + work.first_channel, args.g.token_stride,
+                                      steps - 1, bytes);
   // Starts copying a step, counted from the segment's last one: its gates, and k and v if it is one of this part's.
   const auto is_of_part = [&](int step) { return u32(step) % parts == part; };
   const auto fetch = [&](int step) {
@@ -320,7 +321,8 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   }
   cp_async_wait<0>();
 
-  const SegmentTile<BV> tile(args, opaque(blockIdx.x));  // `work`, computed again, since the loop needs the registers
+  const SegmentTile<BK, BV> tile(args,
+                                 opaque(blockIdx.x));  // `work`, computed again, since the loop needs the registers
   float* state = args.states + i64(tile.result) * shape.K * shape.V;
 #pragma unroll
   for (int x = 0; x < BV / 8; ++x)
@@ -328,12 +330,12 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     for (int i = 0; i < 4; ++i) {
       const int channel = warp_channel + g + 8 * (i >> 1), column = 8 * x + 2 * t + (i & 1);
       if (channel < channels && column < columns)
-        state[(args.channel + channel) * shape.V + tile.first_column + column] = S[x / 2][x % 2][i];
+        state[(tile.first_channel + channel) * shape.V + tile.first_column + column] = S[x / 2][x % 2][i];
     }
   if (t == 0)
     for (int octet = 0; octet < 2; ++octet) {
       const int channel = warp_channel + g + 8 * octet;
-      float* decays = args.decays + i64(tile.decays) * 2 * shape.K + args.channel + channel;
+      float* decays = args.decays + i64(tile.decays) * 2 * shape.K + tile.first_channel + channel;
       const float segment_decay = step < steps ? 0.f : decay_of(later_gates[octet]);
       if (channel < channels) decays[0] = tile.part ? 1.f : segment_decay, decays[shape.K] = 1.f;
     }

@@ -20,7 +20,7 @@ from .gated_kernels import PANEL, SPLIT_CHANNELS, GatedWideOperands, ScanSegment
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, common_bytes
 from .rank_summary import RankSummary
-from .segments import COPIED, HOPPER, PORTABLE, SMALL, WIDE
+from .segments import COPIED, HOPPER, PORTABLE, SMALL, WIDE, tiles_at_once
 
 
 def plan_in_chunks(problem, device, summaries=()):
@@ -177,9 +177,8 @@ class PortableForward(ForwardPass):
         args = {"states": summaries[0], "decays": summaries[1], "bytes": common_bytes(*rows.values())}
         args |= {"segments": segments, "computed": computed, "parts": parts}
         args["shape"] = self.draft.shape(self.problem, self.cut.spans)
-        blocks = N * H * computed * parts * kernel.grid(V)
-        for channel in range(0, K, kernel.channels):
-            self.draft.launch(kernel, blocks, **rows, **args, channel=channel)
+        blocks = N * H * computed * parts * kernel.grid(V) * tiles_at_once(kernel, K)
+        self.draft.launch(kernel, blocks, **rows, **args)
 
 
 class WideForward(PortableForward):

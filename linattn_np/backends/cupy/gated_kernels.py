@@ -128,7 +128,7 @@ class GatedSegmentStates(TiledKernel):
     (`states`), and the product of its `decays`; for the first `computed` of the `segments` of each sequence."""
 
     file = "gated/segment_states"
-    arguments = members("strided k v g, pointers states decays, shape, int64s channel segments computed parts bytes")
+    arguments = members("strided k v g, pointers states decays, shape, int64s segments computed parts bytes")
     shared_memory = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     dtype: np.dtype
     gate: np.dtype

@@ -74,7 +74,7 @@ COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal:
 # Heads of at most 16 channels and columns.
 SMALL_TOKENS, SMALL_TOKENS_ON_HOPPER = 1 << 15, 1 << 17  # the least B * H * T for which their own kernels are faster
 SMALL_SPARED = 128  # sequences are cut if that spares each block so many tokens: the time of the two launches it adds
-SMALL_WAVES = 32  # the most waves of segments of sequences of unequal lengths: most of these segments are empty
+SMALL_WAVES = 32  # the most waves of segments, if sequences have unequal lengths and most segments are empty
 
 # Forward on Hopper, `forward_cost`. In each of 70 shapes the chosen cut took at most 3 % longer than the best one.
 CUT_SMALL, CUT_LARGE = 300, 520  # the launches that a cut adds: for up to 64 channels and columns, and for more
@@ -118,6 +118,25 @@ def segments_that_fill(blocks, longest, capacity, spared=0, shortest=SEGMENT) ->
     become at most `capacity` blocks; 1 if the cut would spare a block less than `spared` tokens."""
     P = max(1, min(capacity // max(blocks, 1), longest // shortest))
     return P if longest * (P - 1) >= spared * P else 1
+
+
+def heads_at_work(problem) -> int:
+    """The heads of all sequences; or, if most tokens are in few of them, as many heads of the longest one as have twice
+    the tokens of all. Blocks of short sequences end early, and leave the card to the long ones."""
+    (B, N, H, T), longest = problem.shape("B N H T"), problem.spans.longest
+    return min(N * H, ceil_div(2 * B * H * T, max(longest, 1)))
+
+
+def in_waves(P, problem, blocks, capacity, waves) -> int:
+    """P segments, or as many as take `waves` waves for so many blocks of each head: with unequal sequences most of the
+    segments are empty."""
+    return min(P, max(1, waves * capacity // max(1, problem.sizes["N"] * problem.sizes["H"] * blocks)))
+
+
+def segments_of_sequences(problem, blocks, capacity, spared=0, shortest=SEGMENT, waves=MOST_WAVES) -> int:
+    """`segments_that_fill` for so many blocks of each head at work, in at most `waves` waves of all segments."""
+    P = segments_that_fill(heads_at_work(problem) * blocks, problem.spans.longest, capacity, spared, shortest)
+    return in_waves(P, problem, blocks, capacity, waves)
 
 
 def widest_that_fills(kernels, blocks, device):
@@ -298,10 +317,13 @@ class ForwardCut:
 def cut_into(problem, device, way, kernel, summary, P, first_tokens=0, backward=NO_PULLBACK) -> ForwardCut:
     """The cut into P equal segments; or, if `first_tokens` is not 0, into two, of which the first has so many tokens.
     `backward`: the segments of the pullback that follows."""
-    (N, H, V), longest, unequal = problem.shape("N H V"), problem.spans.longest, first_tokens > 0
+    (N, H, K, V), longest, unequal = problem.shape("N H K V"), problem.spans.longest, first_tokens > 0
     spans = problem.spans.split_at(first_tokens) if unequal else problem.spans.segments(P, summary.CHUNK)
     without_last, with_last = (
-        1 if way == SMALL else parts_per_segment(summary, N * H, V, P, longest, last, device) for last in (False, True)
+        1
+        if way == SMALL
+        else parts_per_segment(summary, N * H * tiles_at_once(summary, K), V, P, longest, last, device)
+        for last in (False, True)
     )
     same = not unequal and 1 < P == backward.count
     no_marks = unequal or not backward.count or backward.short
@@ -374,8 +396,7 @@ def load_slowly(arrays, least_piece) -> bool:
 
 def cut_that_fills(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
     """The cut into as many segments as fill the card, if that spares each block at least `spared` tokens."""
-    (N, H, V), longest = problem.shape("N H V"), problem.spans.longest
-    P = segments_that_fill(N * H * kernel.grid(V), longest, kernel.resident_blocks(device), spared)
+    P = segments_of_sequences(problem, kernel.grid(problem.sizes["V"]), kernel.resident_blocks(device), spared)
     return cut_into(problem, device, way, kernel, summary, P)
 
 
@@ -386,13 +407,9 @@ def small_forward_cut(problem, device):
 
 
 def segments_of_small_heads(kernel, problem, device) -> int:
-    """Segments of a sequence for `kernel`, a block of which computes several heads: as many as fill the card once; or
-    SMALL_WAVES times, if sequences are so unequal that blocks then end in less than half of the time."""
-    capacity, longest = kernel.resident_blocks(device) * kernel.heads, problem.spans.longest
-    (B, N, H, T), shortest = problem.shape("B N H T"), kernel.SEGMENT
-    once = segments_that_fill(N * H, longest, capacity, SMALL_SPARED, shortest)
-    often = segments_that_fill(N * H, longest, SMALL_WAVES * capacity, SMALL_SPARED, shortest)
-    return often if 2 * (B * H * T / capacity + longest / often) < longest / once else once
+    """Segments of a sequence for `kernel`, a block of which computes several heads."""
+    capacity = kernel.resident_blocks(device) * kernel.heads
+    return segments_of_sequences(problem, 1, capacity, SMALL_SPARED, kernel.SEGMENT, SMALL_WAVES)
 
 
 def portable_forward_cut(problem, device):
@@ -406,6 +423,11 @@ def portable_forward_cut(problem, device):
         kernel = GatedForward.fitting(read_order(problem.op), schedule, *instance)
     summary = GatedSegmentStates.fitting(*instance)
     return cut_that_fills(problem, device, WIDE if wide else PORTABLE, kernel, summary)
+
+
+def tiles_at_once(summary, K) -> int:
+    """How many times its channels a launch of the kernel `summary` has, for K channels."""
+    return ceil_div(K, summary.channels) if isinstance(summary, GatedSegmentStates) else 1
 
 
 def hopper_forward_kernel(problem, schedule, gate, columns):
@@ -426,9 +448,11 @@ def hoppers_forward_cut(problem, device, backward):
         kernel = hopper_forward_kernel(problem, CLUSTER_SPLIT_K, gate, V)
     else:
         kernel = cluster if split_columns(N * H, V, longest, device, single, cluster) else single
-    blocks, capacity = N * H * kernel.grid(V), kernel.resident_blocks(device)
+    blocks = N * H * kernel.grid(V)
     summary = hopper_forward_kernel(problem, SEGMENT_STATE, gate, V)
-    P = cheapest_forward_count(N * H, blocks, longest, kernel, max(K, V), device)
+    heads, capacity = heads_at_work(problem), kernel.resident_blocks(device)
+    P = cheapest_forward_count(heads, heads * kernel.grid(V), longest, kernel, max(K, V), device)
+    P = in_waves(P, problem, kernel.grid(V), capacity, MOST_WAVES)
     if P > 1 and backward.count > 1 and blocks * backward.count <= capacity:
         P = backward.count
     first_tokens = short_first_segment_of(problem, device, kernel, backward) if P == 1 else 0
@@ -592,7 +616,7 @@ def portable_backward_cut(problem, device, sums_dg):
 
     widths = GatedBackwardStates.widths(problem.dtype, products, V)
     states = widest_that_fills([GatedBackwardStates(*instance, BV) for BV in widths], blocks, device)
-    P = summarised_segments(states, blocks(states), problem, device)
+    P = summarised_segments(states, states.blocks(K, V), problem, device)
     values = GatedBackwardValues.fitting(*instance, V, device.shared_per_block)
     return BackwardCut(PORTABLE, device, P, (GatedBackwardChannels(*instance), values), states)
 
@@ -609,7 +633,8 @@ def segments_of_pullback(problem, device) -> BackwardSegments:
     """The segments of Hopper's own backward kernels, for a problem that these can compute, or for its largest tile."""
     (N, H, T, K, V), capacity = problem.shape("N H T K V"), device.multiprocessors
     sizes = capacity, min(K, TILES[-1]), min(V, TILES[-1])
-    P = cheapest_backward_count(N * H, problem.spans.longest, *sizes)
+    P = cheapest_backward_count(heads_at_work(problem), problem.spans.longest, *sizes)
+    P = in_waves(P, problem, 1, capacity, MOST_WAVES)
     return BackwardSegments(P, 0 if problem.varlen else short_segment(P, N * H, T, *sizes))
 
 
@@ -758,23 +783,25 @@ def summary_channels(K, blocks, capacity) -> int:
 
 
 def summarised_segments(kernel, blocks, problem, device) -> int:
-    """The segments of a sequence, if a first pass of the same `kernel` summarises them: 1, or at least 4, since the two
-    passes and the scan together take as long as the kernel does for two to three segments."""
-    P = segments_that_fill(blocks, problem.spans.longest, kernel.resident_blocks(device))
+    """The segments of a sequence, if a first pass of the same `kernel` summarises them, with so many blocks of each
+    head: 1, or at least 4, since the two passes and the scan together take as long as the kernel does for two to three
+    segments."""
+    P = segments_of_sequences(problem, blocks, kernel.resident_blocks(device))
     return P if P >= 4 and can_be_joined(problem) else 1
 
 
 # -- stage by stage ----------------------------------------------------------------------------------------------------
 def stage_cut(problem, device, chunk, blocks) -> ForwardCut:
-    """How stage 3 of mode "staged" is cut, whose kernel has so many `blocks` for uncut sequences, and BLOCKS_OF_STAGE
-    on a multiprocessor. Segments consist of whole chunks of `chunk` tokens. There is no kernel of o."""
+    """How stage 3 of mode "staged" is cut, whose kernel has so many `blocks` for each head, and BLOCKS_OF_STAGE on a
+    multiprocessor. Segments consist of whole chunks of `chunk` tokens. There is no kernel of o."""
     (N, H, K, V), longest, memory = problem.shape("N H K V"), problem.spans.longest, device.shared_per_block
     capacity = BLOCKS_OF_STAGE * device.multiprocessors
-    P = 1 if problem.dtype == DOUBLE else segments_that_fill(blocks, longest, capacity, SPARED)
+    P = 1 if problem.dtype == DOUBLE else segments_of_sequences(problem, blocks, capacity, SPARED)
     if P == 1:
         return ForwardCut(PORTABLE)
     kernel = GatedSegmentStates.fitting(problem.dtype, gate_dtype(problem), tf32_products(problem), K, V, memory)
-    without_last, with_last = (parts_per_segment(kernel, N * H, V, P, longest, last, device) for last in (False, True))
+    heads = N * H * tiles_at_once(kernel, K)
+    without_last, with_last = (parts_per_segment(kernel, heads, V, P, longest, last, device) for last in (False, True))
     spans = problem.spans.segments(P, chunk)
     return ForwardCut(PORTABLE, None, kernel, P, spans=spans, parts=(without_last, with_last))
 
@@ -832,11 +859,10 @@ def sums_backward_cut(problem, device, summarised=False, one_part=False) -> Back
 
 def segments_of_sums(problem, device) -> int:
     """The segments of a sequence in the kernels `WeightedSums` of a pullback, for a problem or for its largest tile."""
-    (N, H), widest = problem.shape("N H"), min(max(problem.shape("K V")), TILES[-1])
+    widest = min(max(problem.shape("K V")), TILES[-1])
     # without a gate's gradient, other blocks compute dq, dk and dv at the same time
     sums_at_once = 1 if has_own_gates(problem) else SUMS_AT_ONCE["Gradients"]
-    blocks = sums_at_once * N * H * ceil_div(widest, PANEL)
-    return segments_that_fill(blocks, problem.spans.longest, device.multiprocessors)
+    return segments_of_sequences(problem, sums_at_once * ceil_div(widest, PANEL), device.multiprocessors)
 
 
 def has_own_gates(problem) -> bool:

@@ -149,7 +149,7 @@ def plan_all_stages(problem, device, summaries):
     b, e = stages.chunk_cumsum(g)
     qg, kg = stages.gated_qk(q, k, b, e)
     shape, initial, final = stages.shape, draft.initial(problem), draft.final(problem)
-    cut = segments.stage_cut(problem, device, shape.chunk, shape.B * shape.count * shape.H * state_tiles(shape))
+    cut = segments.stage_cut(problem, device, shape.chunk, state_tiles(shape))
     if cut.segments == 1:
         h = stages.states(kg, v, b, initial, final)
     else:
