@@ -40,7 +40,7 @@ class Matrix:
         numbers, where row r has bits 4 (r // 8) to 4 (r // 8) + 3 of word r % 8
     scales : for int8 [S, tiles, TILE]; for int4 [S, tiles, blocks, TILE], bfloat16 as uint16
 
-    `matrix_loops` reads these layouts, too.
+    `matrix_loops` reads these layouts by addresses, which are valid as long as this object lives.
     """
 
     def __init__(self, format: str, shape, bits: np.ndarray, scales: np.ndarray | None):
@@ -218,4 +218,5 @@ def loops():
             "matrices in fewer than 32 bits need Numba on the CPU, pip install 'linattn-np[cpu]': "
             f"{str(error).splitlines()[0]}"
         ) from None
+    assert (matrix_loops.TILE, matrix_loops.BLOCK, {*matrix_loops.CODES}) == (TILE, BLOCK, {*FORMATS})
     return matrix_loops

@@ -78,6 +78,7 @@ class RecordingOperations:
 
     def product(self, layer, name, x):
         """The product of x and matrix `name`; stores its pullback in `pulls`."""
+        assert name not in self.pulls
         y, self.pulls[name] = linear(x, getattr(layer, name), self.products)
         return y
 
