@@ -40,7 +40,7 @@ BLOCK = 8  # the size of blocks of triangular matrices that are inverted row by 
 def run(problem, o):
     """Fills o [B, H, T, V]; returns the final state's parts."""
     member = DeltaArrays(equation_of(problem).of_every_head(problem))
-    return forward(member, Schedule(member, has_loops=False), o, None)
+    return forward(Schedule(member, has_loops=False), o, None)
 
 
 def vjp(problem, o):
@@ -49,15 +49,13 @@ def vjp(problem, o):
     member = DeltaArrays(equation.of_every_head(problem))
     schedule = Schedule(member, has_loops=False)
     states = np.empty((*o.shape[:2], schedule.chunking.count, schedule.K, schedule.V), schedule.dtype)
-    final = forward(member, schedule, o, states)
+    final = forward(schedule, o, states)
 
     def pull(do, dht):
         gradients = [np.empty_like(x, schedule.dtype, shape=x.shape) for x in member.problem.arrays.values()]
         (dstates,) = recurrent.cast_states(dht, problem)
         dfinal = dstates.copy()
-        accurate = in_parallel(
-            lambda rows: backward(member, schedule, rows, do, states, dstates, gradients), schedule.blocks
-        )
+        accurate = in_parallel(lambda rows: backward(schedule, rows, do, states, dstates, gradients), schedule.blocks)
         for rows in schedule.inaccurate(schedule.blocks, accurate, dstates):
             block_problem, block_dfinal = member.block(schedule, rows, dfinal)
             _, pull_block = recurrent.vjp(block_problem, equation, np.empty_like(o[rows]))
@@ -117,12 +115,11 @@ class DeltaArrays:
         block_states[...] = part.reshape(block_states.shape)
 
 
-def forward(member, schedule, o, states):
+def forward(schedule, o, states):
     """Fills o, and unless it is None `states` with the state before each chunk; returns the final state's parts."""
+    member = schedule.member
     final = member.initial_state()
-    accurate = in_parallel(
-        lambda rows: streamed(member, schedule, rows, o, final, states), schedule.blocks, caller=True
-    )
+    accurate = in_parallel(lambda rows: streamed(schedule, rows, o, final, states), schedule.blocks, caller=True)
     for rows in schedule.inaccurate(schedule.blocks, accurate, final):
         block_problem, _ = member.block(schedule, rows, final)
         (last,) = recurrent.run(block_problem, equation_of(block_problem), o[rows])
@@ -130,11 +127,11 @@ def forward(member, schedule, o, states):
     return (final,)
 
 
-def streamed(member, schedule, rows, o, final, states):
+def streamed(schedule, rows, o, final, states):
     """Computes a block of rows segment by segment, carrying the state; returns whether products gave o accurately."""
     carried, accurate = None, True
     for first, segment in schedule.segments:
-        chunks = member.chunks(member, rows, segment, schedule)
+        chunks = schedule.member.chunks(schedule, rows, segment)
         h = chunks.states()
         np.matmul(chunks.Zk.swapaxes(-1, -2), chunks.v, out=h[:, :, 1:])
         if carried is not None:
@@ -145,18 +142,18 @@ def streamed(member, schedule, rows, o, final, states):
             states[rows][:, :, first : first + segment.count] = h[:, :, :-1]
         o_part = chunks.W @ h[:, :, :-1]
         o_part += chunks.B @ chunks.v
-        o_part *= member.scale
+        o_part *= schedule.member.scale
         segment.unpack_into(o[rows], o_part)
         accurate &= by_token.is_finite(o_part) and not chunks.grow() and not chunks.gates.underflow(h[:, :, :-1])
     return accurate
 
 
-def backward(member, schedule, rows, do, states, dstates, gradients):
+def backward(schedule, rows, do, states, dstates, gradients):
     """Computes a block's gradients from the last segment to the first, carrying the state's gradient; returns whether
     products were accurate."""
-    carried, accurate = None, True
+    member, carried, accurate = schedule.member, None, True
     for first, segment in reversed(schedule.segments):
-        chunks = member.chunks(member, rows, segment, schedule, backward=True)
+        chunks = member.chunks(schedule, rows, segment, backward=True)
         scaled_do = blas_ready(segment.pack(do[rows], schedule.dtype)) * schedule.dtype.type(member.scale)
         dh = chunks.states()
         np.matmul(chunks.W.swapaxes(-1, -2), scaled_do, out=dh[:, :, :-1])
@@ -214,7 +211,8 @@ class Pair:
 class Chunks:
     """Chunks [B, H, n, C, .] of a block of rows, and their matrices, which do not depend on states."""
 
-    def __init__(self, member, rows, segment, schedule, backward=False):
+    def __init__(self, schedule, rows, segment, backward=False):
+        member = schedule.member
         dtype, self.scratch, self.keep = schedule.dtype, thread_scratch(schedule.dtype), backward
         arrays = {name: x if x.ndim == 4 else x[..., None] for name, x in member.problem.arrays.items()}
         packed = {name: segment.pack(x[rows], dtype) for name, x in arrays.items()}
