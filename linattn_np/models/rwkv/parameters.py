@@ -16,6 +16,8 @@ class Layout:
 
     sizes, axes, shapes : {axis: size}; {official name: axes}; {official name: shape} in the vector's order
     spans : {official name: (start, end) in the vector}; `size` is the vector's length
+    matrices : the number of the vector's first elements that are matrices'
+    parts : (start, end) of each layer's matrices; the first part includes the matrices outside the layers
     """
 
     version: Version
@@ -49,12 +51,11 @@ class Layout:
         self.spans = dict(zip(self.shapes, zip([0, *ends], ends)))
         self.size = ends[-1]
         matrix_ends = {name: end for name, (_, end) in self.spans.items() if self.version.is_matrix(name)}
-        self.matrices = max(matrix_ends.values())  # the number of the vector's first elements that are matrices'
-        ends = [
+        self.matrices = max(matrix_ends.values())
+        layer_ends = [
             max(end for name, end in matrix_ends.items() if name.startswith(f"blocks.{i}.")) for i in range(sizes["L"])
         ]
-        # (start, end) of each layer's matrices; the first part includes the matrices outside the layers
-        self.parts = list(zip([0, *ends], ends))
+        self.parts = list(zip([0, *layer_ends], layer_ends))
 
     def named(self, vector) -> dict:
         """Views of `vector` by official name, in the official shapes and order."""
