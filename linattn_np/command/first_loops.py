@@ -11,7 +11,7 @@ from .cards import begin_for, start_method, started
 from .signals import Ended
 from .terminal import TICK, bar, status, ticking, to_stderr
 
-LOOPS = 38  # about the number of loops that a model's first tokens need
+LOOPS = 40  # about the number of loops that a model's first tokens need
 
 
 class LoopsMissing(ImportError):
