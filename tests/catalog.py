@@ -153,7 +153,7 @@ def delta_rules():
             backward = {delta.DeltaRecurrentBackward.fitting(rule, T, G, size, room) for room in rooms}
             yield from (replace(kernel, outputs=outputs) for kernel in backward for outputs in (True, False))
             yield from (delta.DeltaStep(rule, T, G, S, size, BV) for S, BV in product(FLOATS, delta.DeltaStep.WIDTHS))
-    for (T, G), rule, size in product(GATES, (delta.GATED_DELTA, delta.KDA, delta.DPLR), delta.SMALL_SIZES):
+    for (T, G), rule, size in product(GATES, (delta.GATED_DELTA, delta.KDA, delta.DPLR), gated.SMALL_SIZES):
         yield delta.DeltaSmallForward(rule, T, G, size)
         yield from (delta.DeltaSmallBackward(rule, T, G, size, outputs) for outputs in (True, False))
     for T in FLOATS:

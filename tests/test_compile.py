@@ -130,6 +130,10 @@ SPILLED = {
     ("rwkv6/shift_mix", "sm_80"): 40,
     ("rwkv6/shift_mix", "sm_90"): 16,  # float32, and rows beyond 2,048 channels
     ("rwkv6/shift_mix", "sm_120"): 16,
+    ("delta/small_backward", "sm_80"): 240,
+    ("delta/small_backward", "sm_90"): 128,
+    ("delta/small_backward", "sm_100"): 28,
+    ("delta/small_backward", "sm_120"): 60,
     ("value_gate/forward", "sm_80"): 56,
     ("value_gate/forward", "sm_90"): 200,
     ("value_gate/forward", "sm_100"): 156,

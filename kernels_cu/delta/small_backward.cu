@@ -1,4 +1,4 @@
-// what      The gradients of the delta rules, token by token, with heads of at most 32 channels and columns. Without
+// what      The gradients of the delta rules, token by token, with heads of at most 16 channels and columns. Without
 //           OUTPUTS what a segment of a sequence does to the gradient of the state after it: from dS to F^T dS + G'
 // math      Template argument Rule; Dplr is RWKV-7's. With S' = diag(exp g_t) S_{t-1}, forwards o_t = scale S_t^T q_t,
 //           GatedDelta, Kda: e = v - S'^T k, S_t = S' + k (beta e)^T
@@ -18,18 +18,19 @@
 //           D D]: the state before each of the NC steps of 8 tokens of a batch row, in the order of lanes' registers.
 //           starts [2, segments, HV, K, V]: [0] the states before segments; [1] first G', each in the place of the
 //           segment before, which join_segments.cu then replaces by the gradient of the state after that segment
-// grid      a warp for every 512 / (D D) value heads of all sequences or segments, sequence slowest, or for one of 32
-//           channels; a lane has 4 channels, or of these 8, of 4 columns of a state
+// grid      a warp for every 512 / (D D) value heads of all sequences or segments, sequence slowest; a lane has 4
+//           channels of 4 columns of a state
 // smem      two stages, each of a step of 8 tokens and the state before it, which gradients overwrite; what is computed
 //           once for every token of a step: decays of channels, Factors, residuals, gradients of scalars
 // barriers  of warps. Forwards three a step: the step has been copied | decays and factors are in shared memory | the
 //           step has been read. Backwards four: the step and the state before it have been copied | decays and factors
-//           are in shared memory | residuals are | gradients are, and the step has been read
+//           are in shared memory | residuals are, and the state has been read, which dv overwrites | gradients are in
+//           shared memory, and the step has been read
 // numerics  float32 throughout. The states within a step are computed again from that before it. If a state or gradient
 //           at a border of segments is not finite, since numbers grew when segments were joined, the last segment's
 //           lanes compute the whole sequence of this head, and those of other segments nothing
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
-// limits    K, V <= D; D of 8, 16, 32
+// limits    K, V <= D; D of 8, 16
 // tests     test_delta_kernels
 #include "gated/small_heads.cuh"
 #include "delta/segments.cuh"
@@ -49,11 +50,10 @@
 //     too; the others have none
 //   exchange_and_add_halves: a step of sums over lanes, of which each lane keeps a half
 
-// A lane has CHANNELS channels of COLUMNS columns. ACROSS lanes of a head have the same channels.
-constexpr int COLUMNS = 4;
-template <int D> constexpr int CHANNELS = D == 32 ? 8 : 4;
-template <int D> constexpr int ACROSS = D / COLUMNS;
-template <int D> constexpr int LANES = D / CHANNELS<D> * ACROSS<D>;  // of a head
+constexpr int BLOCK = 4;  // a lane has BLOCK channels of BLOCK columns
+using State = float[BLOCK][BLOCK];
+template <int D> constexpr int ACROSS = D / BLOCK;             // lanes that share channels, or columns
+template <int D> constexpr int LANES = ACROSS<D> * ACROSS<D>;  // of a head
 template <typename E, int D> using StepTile = Tile<E, D, LANES<D>>;
 
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
@@ -71,10 +71,12 @@ template <bool OWN_ERASURE, typename T, int D> struct ErasureTiles {
 template <typename T, int D> struct ErasureTiles<false, T, D> {};
 template <class Rule, typename T, typename G, int D> struct Stage : ErasureTiles<Rule::own_erasure, T, D> {
   StepTile<T, D> q, k;  // overwritten by dq and dk
-  StepTile<T, D> v;     // overwritten by dv
-  StepTile<T, D> do_;
-  StepTile<G, D> g;               // of channels; overwritten by dg
-  float4 state[CHANNELS<D>][32];  // before the step, [channel of a lane][lane]
+  StepTile<T, D> v, do_;
+  StepTile<G, D> g;  // of channels; overwritten by dg
+  union {
+    float4 state[BLOCK][32];  // before the step, [row of a lane][lane]
+    StepTile<T, D> dv;        // overwrites `state`
+  };
 };
 // The numbers of a token of a head: its decay, if channels share one; beta; the inverse lengths of q and k.
 struct alignas(16) Factors {
@@ -83,9 +85,8 @@ struct alignas(16) Factors {
 struct ScalarGradients {
   float dbeta, dg;
 };
-template <class Rule, typename T, typename G, int D, bool OUTPUTS> struct Shared {
+template <class Rule, typename T, typename G, int D> struct Shared {
   Stage<Rule, T, G, D> stages[2];
-  float4 states[OUTPUTS ? STEP - 1 : 1][CHANNELS<D>][32];  // before the other tokens of the step
   StepTile<float, D> decays, residuals;
   Factors factors[STEP][32 / LANES<D>];  // by token and head
   ScalarGradients scalars[STEP][32 / LANES<D>];
@@ -113,9 +114,9 @@ template <int D, int N> __device__ __forceinline__ void sum_over_channels(float 
 }
 // Sums numbers x of a lane's channels over the lanes that have other columns of these; each lane keeps OWN<D> of the
 // sums: those of channels OWN<D> (lane % ACROSS<D>) and on, as x[0], ...
-template <int D> constexpr int OWN = CHANNELS<D> / ACROSS<D>;
+template <int D> constexpr int OWN = BLOCK / ACROSS<D>;
 template <int D, int DISTANCE = ACROSS<D> / 2>
-__device__ __forceinline__ void sum_over_columns(float (&x)[CHANNELS<D>], int lane) {
+__device__ __forceinline__ void sum_over_columns(float (&x)[BLOCK], int lane) {
   if constexpr (DISTANCE > 0) {
     exchange_and_add_halves<DISTANCE * OWN<D>>(x, DISTANCE, lane & DISTANCE);
     sum_over_columns<D, DISTANCE / 2>(x, lane);
@@ -126,14 +127,12 @@ __device__ __forceinline__ void sum_over_columns(float (&x)[CHANNELS<D>], int la
 template <class Rule, typename T, typename G, int D, bool OUTPUTS>
 __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> args) {
   using Storage = Stage<Rule, T, G, D>;
-  using State = float[CHANNELS<D>][COLUMNS];
   constexpr bool DPLR = Rule::own_erasure;
-  constexpr int M = CHANNELS<D>;
-  auto& s = *reinterpret_cast<Shared<Rule, T, G, D, OUTPUTS>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<Rule, T, G, D>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const LaneCoord<LANES<D>> coord;
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), P = int(args.P);
-  const int channel = coord.lane / ACROSS<D> * M, column = coord.lane % ACROSS<D> * COLUMNS;
+  const int channel = coord.lane / ACROSS<D> * BLOCK, column = coord.lane % ACROSS<D> * BLOCK;
   Work work = work_of(shape, blockIdx.x * StepTile<T, D>::HEADS + coord.head);
   // Whether the last border of segments, in this direction, is not finite (join_segments.cu).
   const auto is_grown = [&](bool backwards) {
@@ -156,16 +155,16 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
   // Calls f(number of S, its place in a state in memory) for this lane's numbers.
   const auto each_number = [&](State& S, auto f) {
 #pragma unroll
-    for (int c = 0; c < M; ++c)
+    for (int c = 0; c < BLOCK; ++c)
 #pragma unroll
-      for (int x = 0; x < COLUMNS; ++x)
+      for (int x = 0; x < BLOCK; ++x)
         if (work.n >= 0 && channel + c < K && column + x < V) f(S[c][x], (channel + c) * V + column + x);
   };
   // This lane's first four numbers of the stored state before the step that starts at `token`.
   const i64 first_state = (work.b * shape.NC + segment.chunks.start) * shape.H + work.h;
   const auto state_at = [&](int token) {
     return reinterpret_cast<float4*>(args.step_states) +
-           (first_state + token / STEP * shape.H) * (M * LANES<D>)+coord.lane;
+           (first_state + token / STEP * shape.H) * (BLOCK * LANES<D>)+coord.lane;
   };
 
   StepScalars<G, D> gates, betas;  // of the step that is copied
@@ -183,8 +182,8 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
     if (backwards) copy(to.q, args.q, keys, token, K), copy(to.do_, args.do_, work, token, V);
     if (OUTPUTS && backwards)
 #pragma unroll
-      for (int c = 0; c < M; ++c)
-        cp_async<16>(&to.state[c][threadIdx.x], state_at(token) + c * LANES<D>, token < work.tokens);
+      for (int n = 0; n < BLOCK; ++n)
+        cp_async<16>(&to.state[n][threadIdx.x], state_at(token) + n * LANES<D>, token < work.tokens);
     const auto load = [&](StepScalars<G, D>& to, const StridedRows<const G>& from) {
       to.each(coord.lane, [&](G& x, int i) {
         x = token + i < work.tokens ? *from.row(work.b, work.h, work.start + token + i) : from_float<G>(0.f);
@@ -216,7 +215,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
   };
   // Of token i of the step: its factors, and in the lane's channels k and decays.
   struct Key {
-    float k[M], decays[M];
+    float k[BLOCK], decays[BLOCK];
     Factors factors;
   };
   const auto load_key = [&](Key& key, const Storage& in, int i) {
@@ -224,36 +223,36 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
     if constexpr (!DPLR) key.factors = s.factors[i][coord.head];
     if constexpr (Rule::channel_gates) s.decays.load_row(key.decays, i, coord.head, channel);
 #pragma unroll
-    for (int c = 0; c < M; ++c) {
+    for (int c = 0; c < BLOCK; ++c) {
       if (!DPLR) key.k[c] *= key.factors.of_k;
       if (!Rule::channel_gates) key.decays[c] = key.factors.decay;
     }
   };
-  // Applies token i of the step to S, and computes the token's residual.
-  const auto apply = [&](State& S, const Storage& in, int i, float (&residual)[COLUMNS]) {
+  // Computes the state after token i of the step from that before it, and the token's residual.
+  const auto next_state = [&](State& after, const State& before, const Storage& in, int i, float (&residual)[BLOCK]) {
     Key key;
-    float v[COLUMNS], a[M], b[M];
+    float v[BLOCK], a[BLOCK], b[BLOCK];
     load_key(key, in, i), in.v.load_row(v, i, coord.head, column);
     if constexpr (DPLR) in.a.load_row(a, i, coord.head, channel), in.b.load_row(b, i, coord.head, channel);
 #pragma unroll
-    for (int x = 0; x < COLUMNS; ++x) {
+    for (int x = 0; x < BLOCK; ++x) {
       residual[x] = 0.f;
 #pragma unroll
-      for (int c = 0; c < M; ++c) {
-        if (DPLR) residual[x] = fmaf(a[c], S[c][x], residual[x]);
-        S[c][x] *= key.decays[c];
-        if (!DPLR) residual[x] = fmaf(key.k[c], S[c][x], residual[x]);
+      for (int c = 0; c < BLOCK; ++c) {
+        const float decayed = key.decays[c] * before[c][x];
+        residual[x] = DPLR ? fmaf(a[c], before[c][x], residual[x]) : fmaf(key.k[c], decayed, residual[x]);
+        after[c][x] = decayed;
       }
     }
     sum_over_channels<D>(residual);
 #pragma unroll
-    for (int x = 0; x < COLUMNS; ++x) {
+    for (int x = 0; x < BLOCK; ++x) {
       if (!DPLR) residual[x] = v[x] - residual[x];
       const float written = DPLR ? v[x] : key.factors.beta * residual[x];
 #pragma unroll
-      for (int c = 0; c < M; ++c) {
-        S[c][x] = fmaf(key.k[c], written, S[c][x]);
-        if (DPLR) S[c][x] = fmaf(b[c], residual[x], S[c][x]);
+      for (int c = 0; c < BLOCK; ++c) {
+        after[c][x] = fmaf(key.k[c], written, after[c][x]);
+        if (DPLR) after[c][x] = fmaf(b[c], residual[x], after[c][x]);
       }
     }
   };
@@ -268,15 +267,15 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
     for (int token = 0, stage = 0; token <= last_step; token += STEP, stage ^= 1) {
       if (token < work.tokens)
 #pragma unroll
-        for (int c = 0; c < M; ++c) state_at(token)[c * LANES<D>] = {S[c][0], S[c][1], S[c][2], S[c][3]};
+        for (int n = 0; n < BLOCK; ++n) state_at(token)[n * LANES<D>] = {S[n][0], S[n][1], S[n][2], S[n][3]};
       if (token == last_step) break;
       const Storage& in = s.stages[stage];
       take_step(in, false);
       if (token + STEP < last_step) fetch_step(s.stages[stage ^ 1], token + STEP, false);
-      float residual[COLUMNS];
+      float residual[BLOCK];
 #pragma unroll
-      for (int i = 0; i < STEP; ++i) apply(S, in, i, residual);
-      __syncwarp();  // the step has been read
+      for (int i = 0; i < STEP; ++i) next_state(S, S, in, i, residual);  // in place: a number depends on itself alone
+      __syncwarp();                                                      // the step has been read
     }
     cp_async_wait<0>();
     __syncwarp();  // all lanes' copies have ended
@@ -291,74 +290,61 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
     Storage& in = s.stages[token / STEP % 2];
     take_step(in, true);
     if (token) fetch_step(s.stages[token / STEP % 2 ^ 1], token - STEP, true);
-    State S;  // before or behind a token
-    const auto load_state = [&](State& to, const float4(*from)[32]) {
-#pragma unroll
-      for (int c = 0; c < M; ++c) {
-        const float4 x = from[c][threadIdx.x];
-        to[c][0] = x.x, to[c][1] = x.y, to[c][2] = x.z, to[c][3] = x.w;
-      }
-    };
+    State S[STEP + 1];  // before each token, and behind the last one
     if (OUTPUTS) {
-      load_state(S, in.state);
-#pragma unroll 1
-      for (int i = 0; i < STEP; ++i) {
-        float residual[COLUMNS];
-        apply(S, in, i, residual);
-        if (channel == 0) s.residuals.put(residual, i, coord.head, column);
 #pragma unroll
-        for (int c = 0; c < M; ++c)
-          if (i + 1 < STEP) s.states[i][c][threadIdx.x] = {S[c][0], S[c][1], S[c][2], S[c][3]};
+      for (int n = 0; n < BLOCK; ++n) {
+        const float4 x = in.state[n][threadIdx.x];
+        S[0][n][0] = x.x, S[0][n][1] = x.y, S[0][n][2] = x.z, S[0][n][3] = x.w;
       }
-      __syncwarp();  // residuals are in shared memory
+#pragma unroll
+      for (int i = 0; i < STEP; ++i) {
+        float residual[BLOCK];
+        next_state(S[i + 1], S[i], in, i, residual);
+        if (channel == 0) s.residuals.put(residual, i, coord.head, column);
+      }
+      __syncwarp();  // residuals are in shared memory; the stored state has been read, which dv overwrites
     }
-#pragma unroll 1
+#pragma unroll
     for (int i = STEP - 1; i >= 0; --i) {
       // written: what the token writes along k. u: dS^T k
-      float q[M], a[M], b[M], do_[COLUMNS], residual[COLUMNS] = {}, written[COLUMNS] = {};
-      float u[COLUMNS] = {}, dp[COLUMNS] = {};
+      float q[BLOCK], a[BLOCK], b[BLOCK], do_[BLOCK], residual[BLOCK] = {}, written[BLOCK] = {};
+      float u[BLOCK] = {}, dp[BLOCK] = {};
       Key key;
       load_key(key, in, i), in.q.load_row(q, i, coord.head, channel), in.do_.load_row(do_, i, coord.head, column);
       if constexpr (DPLR) in.a.load_row(a, i, coord.head, channel), in.b.load_row(b, i, coord.head, channel);
       if (OUTPUTS) s.residuals.load_row(residual, i, coord.head, column), in.v.load_row(written, i, coord.head, column);
 #pragma unroll
-      for (int c = 0; c < M; ++c)
+      for (int c = 0; c < BLOCK; ++c) {
         if (!DPLR) q[c] *= key.factors.of_q;
+        do_[c] *= scale;
+      }
 #pragma unroll
-      for (int x = 0; x < COLUMNS; ++x) do_[x] *= scale;
+      for (int c = 0; c < BLOCK; ++c)
 #pragma unroll
-      for (int c = 0; c < M; ++c)
-#pragma unroll
-        for (int x = 0; x < COLUMNS; ++x) {
+        for (int x = 0; x < BLOCK; ++x) {
           dS[c][x] = fmaf(q[c], do_[x], dS[c][x]), u[x] = fmaf(key.k[c], dS[c][x], u[x]);
           if (DPLR) dp[x] = fmaf(b[c], dS[c][x], dp[x]);
         }
       sum_over_channels<D>(u);
       if constexpr (DPLR) sum_over_channels<D>(dp);
-      float dq[M] = {}, dk[M] = {}, da[M] = {}, db[M] = {}, dg[M] = {}, dv[COLUMNS];
-      if (OUTPUTS) {
-#pragma unroll
-        for (int c = 0; c < M; ++c)
-#pragma unroll
-          for (int x = 0; x < COLUMNS; ++x) dq[c] = fmaf(S[c][x], do_[x], dq[c]);
-        load_state(S, i ? s.states[i - 1] : in.state);
-      }
+      float dq[BLOCK] = {}, dk[BLOCK] = {}, da[BLOCK] = {}, db[BLOCK] = {}, dg[BLOCK] = {}, dv[BLOCK];
       ScalarGradients scalars = {};
 #pragma unroll
-      for (int x = 0; x < COLUMNS; ++x) {
+      for (int x = 0; x < BLOCK; ++x) {
         dv[x] = u[x];
         if (!DPLR) scalars.dbeta = fmaf(u[x], residual[x], scalars.dbeta);
         if (!DPLR) dv[x] *= key.factors.beta, written[x] = key.factors.beta * residual[x];
       }
 #pragma unroll
-      for (int c = 0; c < M; ++c)
+      for (int c = 0; c < BLOCK; ++c)
 #pragma unroll
-        for (int x = 0; x < COLUMNS; ++x) {
-          const float decayed = key.decays[c] * S[c][x];
+        for (int x = 0; x < BLOCK; ++x) {
+          const float decayed = key.decays[c] * S[i][c][x];
           float& number = dS[c][x];
-          dk[c] = fmaf(number, written[x], dk[c]);
+          dq[c] = fmaf(S[i + 1][c][x], do_[x], dq[c]), dk[c] = fmaf(number, written[x], dk[c]);
           if constexpr (DPLR) {
-            da[c] = fmaf(S[c][x], dp[x], da[c]), db[c] = fmaf(number, residual[x], db[c]);
+            da[c] = fmaf(S[i][c][x], dp[x], da[c]), db[c] = fmaf(number, residual[x], db[c]);
             dg[c] = fmaf(number, decayed, dg[c]);
             number = fmaf(key.decays[c], number, a[c] * dp[x]);
           } else {
@@ -372,21 +358,19 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
       if (!DPLR && args.normalized && !args.parts) {
         float along[2] = {};  // what the gradients of the divided q and k have along these, in the lane's columns
 #pragma unroll
-        for (int c = 0; c < M; ++c) along[0] = fmaf(q[c], dq[c], along[0]), along[1] = fmaf(key.k[c], dk[c], along[1]);
+        for (int c = 0; c < BLOCK; ++c)
+          along[0] = fmaf(q[c], dq[c], along[0]), along[1] = fmaf(key.k[c], dk[c], along[1]);
         sum_over_channels<D>(along);
 #pragma unroll
-        for (int c = 0; c < M; ++c) {
+        for (int c = 0; c < BLOCK; ++c) {
           dq[c] = key.factors.of_q * fmaf(-q[c], along[0], dq[c]);
           dk[c] = key.factors.of_k * fmaf(-key.k[c], along[1], dk[c]);
         }
       }
-      if constexpr (!Rule::channel_gates)
-#pragma unroll
-        for (int c = 0; c < M; ++c) scalars.dg += dg[c];
       __syncwarp();  // all lanes have read the token, which its gradients overwrite
       // Stores the sums of x over columns in a tile, or in a row of args.parts.
       const int own_channel = channel + OWN<D> * (coord.lane % ACROSS<D>);
-      const auto put_sums = [&](auto& tile, float (&x)[M], float* row = nullptr) {
+      const auto put_sums = [&](auto& tile, float (&x)[BLOCK], float* row = nullptr) {
         float own[OWN<D>];
         sum_over_columns<D>(x, coord.lane);
 #pragma unroll
@@ -402,11 +386,12 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
       put_sums(in.q, dq, part_row(0)), put_sums(in.k, dk, part_row(1));
       if constexpr (DPLR) put_sums(in.a, da), put_sums(in.b, db);
       if constexpr (Rule::channel_gates) put_sums(in.g, dg);
+      else scalars.dg = sum_over_lanes<LANES<D>>((dg[0] + dg[1]) + (dg[2] + dg[3]));
       if constexpr (!DPLR) {
-        scalars.dbeta = sum_over_lanes<ACROSS<D>>(scalars.dbeta), scalars.dg = sum_over_lanes<LANES<D>>(scalars.dg);
+        scalars.dbeta = sum_over_lanes<ACROSS<D>>(scalars.dbeta);
         if (coord.lane == 0) s.scalars[i][coord.head] = scalars;
       }
-      if (channel == 0) in.v.put(dv, i, coord.head, column);
+      if (channel == 0) in.dv.put(dv, i, coord.head, column);
     }
     __syncwarp();  // the gradients are in shared memory; the step has been read
     if (!OUTPUTS) continue;
@@ -416,7 +401,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
             bytes);
     };
     if (!args.parts) put(in.q, args.dq, keys, K), put(in.k, args.dk, keys, K);
-    put(in.v, args.dv, work, V);
+    put(in.dv, args.dv, work, V);
     if constexpr (DPLR) put(in.a, args.da, keys, K), put(in.b, args.db, keys, K);
     if constexpr (Rule::channel_gates) put(in.g, args.dg, work, K);
     if constexpr (!DPLR)

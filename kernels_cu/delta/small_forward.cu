@@ -1,4 +1,4 @@
-// what      Forward pass of the delta rules, token by token, with heads of at most 32 channels and columns. Or, if
+// what      Forward pass of the delta rules, token by token, with heads of at most 16 channels and columns. Or, if
 //           args.F is given, what a segment of a sequence does to a state: from S to F S + G.
 // math      Template argument Rule. D = diag(exp g), g log gates of channels; for GatedDelta one g for all channels. S
 //           is the state before the token, S' = D S its decay, S+ the state after the token; o = scale S+^T q:
@@ -22,7 +22,7 @@
 //           memory, and the step has been read
 // numerics  float32 throughout
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
-// limits    K, V <= D; D of 8, 16, 32
+// limits    K, V <= D; D of 8, 16
 #include "gated/small_heads.cuh"
 #include "delta/segments.cuh"
 #include "delta/tokens.cuh"
@@ -74,16 +74,14 @@ template <class Rule, typename T, typename G, int D> struct Shared {
 
 // A number of each token of a step, such as its beta: the lane has those of tokens `lane`, `lane` + D, ...
 template <typename G, int D> struct StepScalars {
-  static constexpr int N = TOKENS < D ? 1 : TOKENS / D;
-  G x[N];
+  G x[TOKENS / D];
 
   // Those of the step that starts at `token`; zeros after the head's last token.
   __device__ __forceinline__ void load(const StridedRows<const G>& from, const Work& head, int lane, int token) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
+    for (int n = 0; n < TOKENS / D; ++n) {
       const int own = token + lane + n * D;
-      x[n] =
-          lane + n * D < TOKENS && own < head.tokens ? *from.row(head.b, head.h, head.start + own) : from_float<G>(0.f);
+      x[n] = own < head.tokens ? *from.row(head.b, head.h, head.start + own) : from_float<G>(0.f);
     }
   }
 };
@@ -192,9 +190,8 @@ __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const
   // Stores the factors of the tokens whose scalars the lane has.
   const auto put_factors = [&](const Stage<Rule, T, G, D>& in) {
 #pragma unroll
-    for (int n = 0; n < StepScalars<G, D>::N; ++n) {
+    for (int n = 0; n < TOKENS / D; ++n) {
       const int i = coord.lane + n * D;
-      if (i >= TOKENS) break;
       const float decay = Rule::channel_gates ? 1.f : decay_of(to_float(gates.x[n])), beta = to_float(betas.x[n]);
       float of_q = 1.f, of_k = 1.f;  // inverse lengths
       if (args.normalized) {
@@ -216,16 +213,13 @@ __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const
     if constexpr (!Rule::own_erasure) put_factors(in);
     __syncwarp();  // decays and factors are in shared memory
     if (token + TOKENS < longest) fetch_step(s.stages[stage ^ 1], token + TOKENS);
-    constexpr bool AHEAD = D <= 16;  // registers hold two tokens of at most 16 channels
-    const int tokens = AHEAD ? TOKENS : min(TOKENS, longest - token);
     Token<Rule, T, G, D> now, next;
-    if (AHEAD) now.load(s, in, 0, coord);
+    now.load(s, in, 0, coord);
 #pragma unroll 4
-    for (int i = 0; i < tokens; ++i) {
-      if (AHEAD) next.load(s, in, (i + 1) % TOKENS, coord);  // while the token before it is applied
-      else now.load(s, in, i, coord);
+    for (int i = 0; i < TOKENS; ++i) {
+      next.load(s, in, (i + 1) % TOKENS, coord);  // while the token before it is applied
       in.o.put({now.apply(S, scale)}, i, coord.head, coord.lane);
-      if (AHEAD) now = next;
+      now = next;
     }
     __syncwarp();  // o is in shared memory; the step has been read, so that its stage may be filled again
     if (!args.F) store(in.o, o_rows, coord.head, coord.lane, token, work.tokens - token, V, bytes);

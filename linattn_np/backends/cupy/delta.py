@@ -31,7 +31,6 @@ from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     SHARING,
-    SMALL_SIZES,
     DeltaBackwardChunks,
     DeltaRecurrentBackward,
     DplrBackwardChunks,
@@ -52,7 +51,7 @@ from .delta_segments import (
 )
 from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
-from .gated_kernels import CHANNELS, TILES, channels
+from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
 from .kernel import FLOATS, Kernel, no_kernels
 from .plan import FLOAT32, Draft, aligned16, common_bytes
 
@@ -206,6 +205,7 @@ class TokenByToken:
 
 
 SMALL_HEADS = "small heads"  # the name of this way in explanations
+LONGEST_OF_SMALL = 1 << 17  # tokens of a sequence whose gradients are computed so
 WORTH_OF_SMALL = 0.7  # it is chosen if it takes less than this part of the time of others
 
 
@@ -224,6 +224,8 @@ def why_not_small_on_copies(problem, device, gradient=False):
         return f"heads have more than {SMALL_SIZES[-1]} channels or columns"
     if reason := why_no_chunks(problem):
         return reason
+    if gradient and problem.spans.longest > LONGEST_OF_SMALL:
+        return f"a sequence has more than {LONGEST_OF_SMALL} tokens, which may have to be computed in one piece"
     cut = CutOfSmallHeads(problem, device, gradient)
     if cut.kernel.shared_bytes > device.shared_per_block:
         return f"the card has no shared memory for {cut.kernel.heads} heads of {problem.dtype}"
@@ -233,7 +235,7 @@ def why_not_small_on_copies(problem, device, gradient=False):
 
 
 class SmallHeads:
-    """The way token by token for heads of at most 32 channels and columns, of which a warp computes one or several."""
+    """The way token by token for heads of at most 16 channels and columns, of which a warp computes several."""
 
     name = SMALL_HEADS
     why_not = staticmethod(why_not_small)
@@ -459,8 +461,8 @@ class Gradients:
 
 
 class SmallGradients(Gradients):
-    """The gradients of heads of at most 32 channels and columns, token by token by one kernel, of which a warp has one
-    or several heads. A walk forwards stores the state before every step of a few tokens, from which a walk backwards
+    """The gradients of heads of at most 16 channels and columns, token by token by one kernel, of which a warp has
+    several heads. A walk forwards stores the state before every step of a few tokens, from which a walk backwards
     computes those between."""
 
     name = SMALL_HEADS

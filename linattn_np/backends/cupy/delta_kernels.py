@@ -33,7 +33,7 @@ import numpy as np
 
 from .arguments import members
 from .arithmetic import ceil_div, padded
-from .gated_kernels import TILES, channels
+from .gated_kernels import SMALL_SIZES, TILES, channels
 from .kernel import DOUBLE, Kernel, TiledKernel
 from .plan import FLOAT32
 
@@ -47,7 +47,6 @@ from .plan import FLOAT32
 #     normalized           a flag in `arguments`; in `sum_parts` it is the array q or k whose rows were divided
 #     a part of channels   BK < K: the kernels with TILE channels per block
 
-SMALL_SIZES = (8, 16, 32)  # the D of kernels for heads of at most D channels and columns
 SHARING = 113 << 10  # bytes of shared memory of a block, of which Hopper's multiprocessors hold two
 GATED_DELTA, KDA, DPLR = "GatedDelta", "Kda", "Dplr"  # the template argument `Rule`; Dplr is RWKV-7's
 
@@ -361,9 +360,10 @@ class DeltaSmallBackward(DeltaKernel):
     arguments = COMMON_ARGUMENTS + members(
         "strided do_, strided? dht dh0 dq dk da db dv dg dbeta, pointers? step_states parts"
     )
-    shared_memory = ("Shared<{rule}, {dtype}, {gate}, {D}, {outputs}>",)
-    constants: ClassVar[tuple] = (("STEP", "STEP"),)
+    shared_memory = ("Shared<{rule}, {dtype}, {gate}, {D}>",)
+    constants: ClassVar[tuple] = (("STEP", "STEP"), ("BLOCK", "BLOCK"))
     STEP: ClassVar[int] = 8  # tokens between stored states
+    BLOCK: ClassVar[int] = 4  # channels, and columns, of a lane
     threads = 32
     D: int
     outputs: bool = True  # False: the kernel computes instead what each segment does to a state's gradient
@@ -371,7 +371,7 @@ class DeltaSmallBackward(DeltaKernel):
 
     @property
     def heads(self):
-        return max(1, 512 // self.D**2)
+        return self.threads * self.BLOCK**2 // self.D**2
 
     tiles = DeltaSmallForward.tiles
 

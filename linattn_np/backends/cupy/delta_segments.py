@@ -21,7 +21,6 @@ from .delta_kernels import (
     DPLR,
     GATED_DELTA,
     KDA,
-    SMALL_SIZES,
     DeltaBackwardStates,
     DeltaChannelPrepare,
     DeltaDplrPrepare,
@@ -32,7 +31,7 @@ from .delta_kernels import (
     DeltaSmallBackward,
     DeltaSmallForward,
 )
-from .gated_kernels import TILES, channels
+from .gated_kernels import SMALL_SIZES, TILES, channels
 from .plan import FLOAT32, common_bytes
 
 
@@ -288,49 +287,44 @@ class CutOfSmallHeads(SegmentCut):
     microseconds, for an H200; those of a token by the kernel's D, as pairs like those of `CutByToken`, of warps in
     place of blocks."""
 
-    TOKEN_TIMES = {8: (0.075, 0.019), 16: (0.115, 0.021), 32: (0.25, 0.06)}  # of a rule with one write
-    GRADIENT_TIMES = {8: (0.35, 0.1), 16: (0.35, 0.1), 32: (0.5, 0.15)}  # of the same rule
-    SUMMARY_TIMES = {8: (0.12, 0.04), 16: (0.12, 0.04), 32: (0.2, 0.06)}  # of G' alone
+    TOKEN_TIMES = {8: (0.075, 0.019), 16: (0.115, 0.021)}  # of a rule with one write
+    GRADIENT_TIMES, SUMMARY_TIMES = (1.0, 0.3), (0.3, 0.1)  # of the same rule, whatever D is; of G' alone
     TWO_WRITES = 1.6  # times as long if a token writes twice, as in RWKV-7
     IN_WORDS = 2.0  # times as long alone if rows are no whole pieces of 16 bytes, and are not copied to such
     LAUNCH_TIME, LAUNCHES_TIME = 8.0, 15.0  # of a walk; of the two launches that a cut adds
     SHORTEST, MOST = 64, 256  # tokens of a segment; segments
-    JOINS = 3  # blocks of join_segments.cu on a multiprocessor
 
     def __init__(self, problem, device, gradient=False):
         self.problem, self.device, self.gradient = problem, device, gradient
-        D = next((D for D in SMALL_SIZES if D >= max(problem.shape("K V"))), SMALL_SIZES[-1])
+        D = SMALL_SIZES[max(problem.shape("K V")) > SMALL_SIZES[0]]
         instance = rule_of(problem.op), problem.dtype, gate_dtype(problem), D
         self.forward, self.backward = DeltaSmallForward(*instance), DeltaSmallBackward(*instance)
         self.kernel = self.backward if gradient else self.forward
-        self.slower = self.IN_WORDS if common_bytes(*rows_of(problem)) in (4, 8) else 1
-        lengths = problem.spans.lengths
-        self.longest, self.tokens = int(lengths.max(initial=0)), int(lengths.sum())
-        self.tokens *= problem.sizes["N"] // max(1, len(lengths))
-        most = 1 if problem.mode == "recurrent" else min(self.longest // self.SHORTEST, self.MOST)
+        self.in_words = common_bytes(*rows_of(problem)) in (4, 8)
+        most = 1 if problem.mode == "recurrent" else min(problem.spans.longest // self.SHORTEST, self.MOST)
         self.segments = min((1, *range(3, most + 1)), key=self.time)
 
     def time(self, segments) -> float:
         """An estimate for a call, or its gradients, whose sequences are cut into so many segments."""
-        (N, H, K), device, directions = self.problem.shape("N H K"), self.device, 1 + self.gradient
-        longest = ceil_div(self.longest, segments)
+        (N, H, K), longest = self.problem.shape("N H K"), ceil_div(self.problem.spans.longest, segments)
 
-        def walk_time(kernel, times, states=1):
-            """Of a walk that computes so many states of each head."""
+        def walk_time(kernel, times, states):
+            """Of a walk of so many states of each sequence's head."""
             alone, one_of_many = times
-            warps = self.tokens * H * states / (kernel.heads * device.multiprocessors)
-            slower = self.TWO_WRITES if kernel.rule == DPLR else 1
-            return max(longest * alone * self.slower, one_of_many * warps) * slower + self.LAUNCH_TIME
+            warps = ceil_div(N * H * states, kernel.heads * self.device.multiprocessors)
+            token_time = max(alone * (self.IN_WORDS if self.in_words else 1), one_of_many * warps)
+            return longest * token_time * (self.TWO_WRITES if kernel.rule == DPLR else 1)
 
-        D = self.kernel.D
-        time = walk_time(self.kernel, (self.GRADIENT_TIMES if self.gradient else self.TOKEN_TIMES)[D])
+        forward_times = self.TOKEN_TIMES[self.kernel.D]
+        time = self.LAUNCH_TIME + walk_time(
+            self.kernel, self.GRADIENT_TIMES if self.gradient else forward_times, segments
+        )
         if segments == 1:
             return time
-        time += walk_time(self.forward, self.TOKEN_TIMES[D], 2) + self.LAUNCHES_TIME
+        time += walk_time(self.forward, forward_times, 2 * segments) + join_time(segments, K) + self.LAUNCHES_TIME
         if self.gradient:
-            time += walk_time(self.backward, self.SUMMARY_TIMES[D])
-        joins = ceil_div(N * H * directions, self.JOINS * device.multiprocessors)
-        return time + joins * join_time(segments, K)
+            time += walk_time(self.backward, self.SUMMARY_TIMES, segments) + self.LAUNCH_TIME
+        return time
 
     def launch(self, draft, read, written):
         """Launches the walk; and before it, if sequences are cut, what computes the states, and their gradients, from
