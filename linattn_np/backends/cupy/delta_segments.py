@@ -292,6 +292,7 @@ class CutOfSmallHeads(SegmentCut):
     TWO_WRITES = 1.6  # times as long if a token writes twice, as in RWKV-7
     IN_WORDS = 2.0  # times as long alone if rows are no whole pieces of 16 bytes, and are not copied to such
     LAUNCH_TIME, LAUNCHES_TIME = 8.0, 15.0  # of a walk; of the two launches that a cut adds
+    GRADIENTS_TIME = 50.0  # of what a cut of gradients adds besides
     SHORTEST, MOST = 64, 256  # tokens of a segment; segments
 
     def __init__(self, problem, device, gradient=False):
@@ -323,7 +324,7 @@ class CutOfSmallHeads(SegmentCut):
             return time
         time += walk_time(self.forward, forward_times, 2 * segments) + join_time(segments, K) + self.LAUNCHES_TIME
         if self.gradient:
-            time += walk_time(self.backward, self.SUMMARY_TIMES, segments) + self.LAUNCH_TIME
+            time += walk_time(self.backward, self.SUMMARY_TIMES, segments) + self.GRADIENTS_TIME
         return time
 
     def launch(self, draft, read, written):
