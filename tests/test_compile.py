@@ -115,7 +115,6 @@ def targets(instances):
 # All of this is NVRTC 13.5's. 13.0, which torch's wheels bring, also spills 8 to 76 bytes where 13.5 does not.
 SPILLS_OF = (13, 5)
 SPILLED = {
-    ("gated/sm90/forward", "sm_90a"): 8,  # GLA, float16, 128 channels and columns in one pass
     ("gated/sm90/backward_queries", "sm_90a"): 80,  # RWKV-6, bfloat16 with float32 gates; float16 72
     ("gated/sm90/backward_keys", "sm_90a"): 200,
     ("gated/forward", "sm_80"): 8,
@@ -142,9 +141,9 @@ SPILLED = {
 SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_120": 99}  # of a block, where it is not 227
 
 # Bytes of the worst instance's stack, of Hopper's own kernels; all others have none. An array there costs dear (0.200
-# for 0.164 ms in the gradients of simple_gla), and the assembler counts nothing of it as spilled. The gated two give
-# theirs to functions out of line, for gates that grow.
-STACK = {"gated/sm90/backward_queries": 224, "gated/sm90/backward_keys": 272}
+# for 0.164 ms in the gradients of simple_gla), and the assembler counts nothing of it as spilled. The gated ones give
+# theirs to functions out of line, for gates that grow; forward's to make_scaled, of RWKV-6 in bfloat16 by clusters.
+STACK = {"gated/sm90/forward": 8, "gated/sm90/backward_queries": 224, "gated/sm90/backward_keys": 272}
 
 
 @pytest.fixture
