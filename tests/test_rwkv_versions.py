@@ -28,7 +28,7 @@ from linattn_np.models import (
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.rwkv import cpu_layers, names
 from linattn_np.models.rwkv.version import name_in_block
-from linattn_np.models.rwkv7 import math
+from linattn_np.models.rwkv7 import mixes
 from linattn_np.models.text import Request, complete
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import HostProducts
@@ -93,13 +93,13 @@ def test_logits_and_states_are_the_literal_ones(kind, begun, lengths, loops, rng
 def test_decays_near_1_have_all_digits(by_loops):
     """A state meets them at every token: of 65,536 a decay of exp(-7e-8) that is 1 leaves 4.5e-3."""
     base = np.linspace(-80, 10, 64, dtype=np.float32)
-    wanted = -math.DECAY / (1 + np.exp(-base.astype(float)))
+    wanted = -mixes.DECAY / (1 + np.exp(-base.astype(float)))
     if by_loops:
         numba_loops = pytest.importorskip("linattn_np.models.rwkv7.numba_loops")
         found = np.zeros((1, 64), np.float32)
-        numba_loops.biased_sigmoid(found, base, -math.DECAY)
+        numba_loops.biased_sigmoid(found, base, -mixes.DECAY)
     else:
-        found = -math.DECAY * array_math.sigmoid(base)
+        found = -mixes.DECAY * array_math.sigmoid(base)
     assert (abs(found / wanted - 1) < 2e-6).all()
 
 

@@ -24,7 +24,7 @@ def loss(operations, mixes, weights, tokens, products, dropout, cut=WHOLE):
 
     operations : a version's subclass of `RecordingOperations`
     mixes : [(mix, pullback)] of the version in the order of a layer: ``mix(ops, layer, x)`` is a function of its module
-        `math`, and ``pullback(ops, layer, dy, grads)`` takes the operations `ops` with which the mix was computed
+        `mixes`, and ``pullback(ops, layer, dy, grads)`` takes the operations `ops` with which the mix was computed
     weights : a `Layout.tree` of the model's parameters
     tokens : integers [B, T + 1], on the device of the weights
     products : the object that multiplies matrices, a `HostProducts`

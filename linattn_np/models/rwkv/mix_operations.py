@@ -1,4 +1,4 @@
-"""The protocol of the operations that the mixes of every RWKV version call, in the modules `math` of the versions."""
+"""The protocol of the operations that the mixes of every RWKV version call, in the modules `mixes` of the versions."""
 
 from typing import Protocol
 

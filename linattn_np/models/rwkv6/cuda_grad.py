@@ -20,7 +20,7 @@ from .names import VERSION
 
 
 class TimeMix(Mix):
-    """`math.time_mix` and its pullback.
+    """`mixes.time_mix` and its pullback.
 
     xx, previous_xx : the normed input, and the result of `TrainingStep.previous_rank_xx`
     mixed_x, low, m : the static mix; tanh of its product with maa_down, [tokens, 5 A]; the products with maa_up
@@ -78,7 +78,7 @@ class TimeMix(Mix):
 
 
 class ChannelMix(Mix):
-    """`math.channel_mix` and its pullback; `hidden` is relu(k)^2, `mixed` the two mixes k r."""
+    """`mixes.channel_mix` and its pullback; `hidden` is relu(k)^2, `mixed` the two mixes k r."""
 
     NORM, MIX = "ln2", "ffn_maa"
 

@@ -8,18 +8,18 @@ from ...backends.cupy import rwkv6_model_kernels as kernels
 from ...backends.cupy.plan import FLOAT32
 from ...declarations import RWKV6
 from ..rwkv import cuda_prompts
-from . import math
+from . import mixes
 
 
 class MixOperations(cuda_prompts.MixOperations):
-    """The operations of `math.MixOperations`, each as launches in a plan; x and the state are `plan.Array`s.
+    """The operations of `mixes.MixOperations`, each as launches in a plan; x and the state are `plan.Array`s.
 
     From the base class: `T`, `dtype` (X) and `sizes`; `mixes`, by the name of a norm the arrays for its mixes, for the
     normed x and for d; `results`, the array for each product; `scale`, the factor that o has in float16; `recurrent`
     adds an operator.
     """
 
-    time_mix, channel_mix = math.time_mix, math.channel_mix
+    time_mix, channel_mix = mixes.time_mix, mixes.channel_mix
 
     def __init__(self, *arguments):
         super().__init__(*arguments)

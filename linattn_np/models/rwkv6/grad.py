@@ -13,11 +13,11 @@ from ..array_math import beside, gated, sigmoid
 from ..rwkv import grad
 from ..rwkv.grad import mixes_vjp, normalize, relu_squared_vjp, sigmoid_vjp, sum_over_tokens, tanh_vjp
 from ..rwkv.version import GROUP_NORM_EPS
-from . import math
+from . import mixes
 
 
 class RecordingOperations(grad.RecordingOperations):
-    """`math.MixOperations` that store what `time_mix_vjp` and `channel_mix_vjp` need. `low` is the product with the
+    """`mixes.MixOperations` that store what `time_mix_vjp` and `channel_mix_vjp` need. `low` is the product with the
     first matrix of a low-rank pair, m the weights of the five mixes xx + d m."""
 
     def data_mix(self, layer, low, xx, d):
@@ -50,7 +50,7 @@ class RecordingOperations(grad.RecordingOperations):
 def time_mix_vjp(ops, layer, dy, grads):
     """The gradient of x from `dy`, that of the residual after the mix; those of the layer's weights go to `grads`.
 
-    ops : the `RecordingOperations` with which `math.time_mix` was computed
+    ops : the `RecordingOperations` with which `mixes.time_mix` was computed
     """
     pulls, normed, gate, d = ops.pulls, ops.normed, ops.gate, ops.d
     daffine, dgate = gated_vjp(pulls["output"](ops.pull_drop(dy), grads.output), normed, *layer.ln_x, gate)
@@ -75,7 +75,7 @@ def time_mix_vjp(ops, layer, dy, grads):
 
 
 def channel_mix_vjp(ops, layer, dy, grads):
-    """As `time_mix_vjp`, for `math.channel_mix`."""
+    """As `time_mix_vjp`, for `mixes.channel_mix`."""
     pulls, dchange = ops.pulls, ops.pull_drop(dy)
     dgate = sigmoid_vjp(dchange * ops.value, ops.opening)
     dhidden = relu_squared_vjp(pulls["ffn_value"](dchange * ops.opening, grads.ffn_value), ops.hidden)
@@ -83,7 +83,7 @@ def channel_mix_vjp(ops, layer, dy, grads):
     return dy + mixes_vjp(ops, np.stack((dk, dr)), layer.ffn_maa, grads.ffn_maa, grads.ln2)
 
 
-MIXES = ((math.time_mix, time_mix_vjp), (math.channel_mix, channel_mix_vjp))
+MIXES = ((mixes.time_mix, time_mix_vjp), (mixes.channel_mix, channel_mix_vjp))
 loss = partial(grad.loss, RecordingOperations, MIXES)
 
 

@@ -1,6 +1,6 @@
 """RWKV-6's layers on the CPU by Numba's loops: the operations of prompts. A step of one token is one loop, `step`.
 
-Each operation computes what `math.MixOperations` says of its name. Arrays are float32, [T, D] for T tokens and D
+Each operation computes what `mixes.MixOperations` says of its name. Arrays are float32, [T, D] for T tokens and D
 channels, in H heads of N:
 
     layer     the arrays of `weights.LAYER`: maa [5, D], the weights of the mixes w k v r g; ln_x (weight, bias) [2, D];
@@ -22,7 +22,7 @@ from . import numba_loops, numpy_layers
 
 
 class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations):
-    """`math.MixOperations` by loops, with matrices of the module `matrices`, in float32 or fewer bits."""
+    """`mixes.MixOperations` by loops, with matrices of the module `matrices`, in float32 or fewer bits."""
 
     def data_mix(self, layer, low, xx, d):
         tanh_in_place(low)

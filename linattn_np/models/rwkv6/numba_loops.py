@@ -95,7 +95,7 @@ def gated_norm(o, gate, norm, heads, eps):
 
 @njit(**LOOP_OPTIONS)
 def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
-    """Adds the time mix of one layer to x, as `math.time_mix` does, and updates the state. Arguments: see `step`."""
+    """Adds the time mix of one layer to x, as `mixes.time_mix` does, and updates the state. Arguments: see `step`."""
     mixed_x, xx, d = shift_mix(x, vectors[FIRST.ln1 : END.ln1], eps[0], vectors[FIRST.maa_x : END.maa_x], shift, slots)
     low = product(multiply, board, matrices[INDEX.maa_down], mixed_x)
     mixed = product(multiply, board, matrices[INDEX.maa_up], tanh_of_parts(low[0], 5))

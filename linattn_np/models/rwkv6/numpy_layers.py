@@ -12,12 +12,12 @@ from ...ops.functions import rwkv6
 from ...ops.steps import rwkv6_step
 from .. import array_math
 from ..rwkv import numpy_layers
-from . import math
+from . import mixes
 from .names import VERSION
 
 
 class MixOperations(numpy_layers.MixOperations):
-    """`math.MixOperations` on NumPy arrays."""
+    """`mixes.MixOperations` on NumPy arrays."""
 
     def data_mix(self, layer, low, xx, d):
         low = np.tanh(low).reshape(len(low), 5, -1).swapaxes(0, 1)  # [5, T, A]
@@ -42,5 +42,5 @@ class NumpyLayers(numpy_layers.NumpyLayers):
     """What the general layers lack: RWKV-6's tables (`version`), mixes and operations."""
 
     version = VERSION
-    mixes: ClassVar = math
+    mixes: ClassVar = mixes
     operations: ClassVar[type[numpy_layers.MixOperations]] = MixOperations

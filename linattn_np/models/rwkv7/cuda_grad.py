@@ -37,7 +37,7 @@ GATE = ("gate",)  # a group, see `TimeMix`
 
 
 class TimeMix(Mix):
-    """`math.time_mix` and its pullback.
+    """`mixes.time_mix` and its pullback.
 
     mixed : the mixes k v r [3, tokens, D]
     k, v, r : their products with the matrix `kvr`
@@ -293,7 +293,7 @@ def named(group, result):
 
 
 class ChannelMix(Mix):
-    """`math.channel_mix` and its pullback; `hidden` is relu(k)^2 divided by `unit_of_squares`."""
+    """`mixes.channel_mix` and its pullback; `hidden` is relu(k)^2 divided by `unit_of_squares`."""
 
     NORM, MIX = "ln2", "ffn_mix"
 

@@ -13,11 +13,11 @@ from ..array_math import sigmoid
 from ..rwkv import grad
 from ..rwkv.grad import mixes_vjp, normalize, relu_squared_vjp, sigmoid_vjp, sum_over_tokens, tanh_vjp
 from ..rwkv.version import GROUP_NORM_EPS
-from . import math
+from . import mixes
 
 
 class RecordingOperations(grad.RecordingOperations):
-    """`math.MixOperations` that store what the pullbacks below need.
+    """`mixes.MixOperations` that store what the pullbacks below need.
 
     shared.first_v : the first layer's values
     shared.dfirst_v : the sum of the gradients of `first_v`, over the layers whose pullback has been called. The first
@@ -27,7 +27,7 @@ class RecordingOperations(grad.RecordingOperations):
     def log_decay(self, layer, low):
         self.decay_low = np.tanh(low)
         self.decay_opening = sigmoid(layer.decay + self.product(layer, "decay_up", self.decay_low))
-        return -math.DECAY * self.decay_opening
+        return -mixes.DECAY * self.decay_opening
 
     def learning_rate(self, layer, low):
         self.icl = sigmoid(layer.icl + self.product(layer, "icl_up", low))
@@ -70,14 +70,14 @@ class RecordingOperations(grad.RecordingOperations):
 def time_mix_vjp(ops, layer, dy, grads):
     """The gradient of x from `dy`, that of the residual after the mix; those of the layer's weights go to `grads`.
 
-    ops : the `RecordingOperations` with which `math.time_mix` was computed
+    ops : the `RecordingOperations` with which `mixes.time_mix` was computed
     """
     dmixed = gated_vjp(ops, layer, ops.pulls["output"](ops.pull_drop(dy), grads.output), grads)
     return dy + mixes_vjp(ops, np.stack(dmixed), layer.mix, grads.mix, grads.ln1)
 
 
 def gated_vjp(ops, layer, dgated, grads):
-    """The gradients of the six mixes w a g k v r that `math.gated` takes, each [B, T, D]."""
+    """The gradients of the six mixes w a g k v r that `mixes.gated` takes, each [B, T, D]."""
     pulls = ops.pulls
     dungated = dgated * ops.gate
     dr, dw, dkey, dv, dkappa, dicl = recurrence_vjp(ops, layer, dungated, grads)
@@ -90,7 +90,7 @@ def gated_vjp(ops, layer, dgated, grads):
         dv = dv * (1 - ops.value_opening)
     else:
         dmixed_v, dv = 0, dv + ops.shared.dfirst_v  # the first layer, whose v is first_v
-    dopening = -math.DECAY * sigmoid_vjp(dw, ops.decay_opening)
+    dopening = -mixes.DECAY * sigmoid_vjp(dw, ops.decay_opening)
     grads.decay[...] = sum_over_tokens(dopening)
     dlow = tanh_vjp(pulls["decay_up"](dopening, grads.decay_up), ops.decay_low)
     dmixed_w = pulls["decay_down"](dlow, grads.decay_down)
@@ -132,20 +132,20 @@ def keys_vjp(ops, layer, dkey, dkappa, dicl, grads):
 
 
 def channel_mix_vjp(ops, layer, dy, grads):
-    """As `time_mix_vjp`, for `math.channel_mix`."""
+    """As `time_mix_vjp`, for `mixes.channel_mix`."""
     dhidden = relu_squared_vjp(ops.pulls["ffn_value"](ops.pull_drop(dy), grads.ffn_value), ops.hidden)
     dmixed = ops.pulls["ffn_key"](dhidden, grads.ffn_key)[None]
     return dy + mixes_vjp(ops, dmixed, layer.ffn_mix[None], grads.ffn_mix[None], grads.ln2)
 
 
-MIXES = ((math.time_mix, time_mix_vjp), (math.channel_mix, channel_mix_vjp))
+MIXES = ((mixes.time_mix, time_mix_vjp), (mixes.channel_mix, channel_mix_vjp))
 loss = partial(grad.loss, RecordingOperations, MIXES)
 
 
 def normalized_heads(x):
-    """(x / max(|x|, `math.LEAST_NORM`), pull) with the norm |x| along the last axis."""
+    """(x / max(|x|, `mixes.LEAST_NORM`), pull) with the norm |x| along the last axis."""
     norm = np.sqrt((x * x).sum(axis=-1, keepdims=True))
-    scale, above_least = 1 / np.maximum(norm, math.LEAST_NORM), norm > math.LEAST_NORM
+    scale, above_least = 1 / np.maximum(norm, mixes.LEAST_NORM), norm > mixes.LEAST_NORM
     y = x * scale
 
     def pull(dy):

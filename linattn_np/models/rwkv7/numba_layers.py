@@ -1,6 +1,6 @@
 """RWKV-7's layers on the CPU by Numba's loops: the operations of prompts. A step of one token is one loop, `step`.
 
-Each operation computes what `math.MixOperations` says of its name. Arrays are float32, [T, D] for T tokens and D
+Each operation computes what `mixes.MixOperations` says of its name. Arrays are float32, [T, D] for T tokens and D
 channels, in H heads of N:
 
     layer     the arrays of `weights.LAYER`. Vectors [D]: decay, icl and value, which are added before a sigmoid;
@@ -19,15 +19,15 @@ import numpy as np
 
 from ..rwkv import numba_layers
 from ..rwkv.numba_loops import tanh_in_place
-from . import math, numba_loops, numpy_layers
+from . import mixes, numba_loops, numpy_layers
 
 
 class PromptOperations(numba_layers.PromptOperations, numpy_layers.MixOperations):
-    """`math.MixOperations` by loops, with matrices of the module `matrices`, in float32 or fewer bits."""
+    """`mixes.MixOperations` by loops, with matrices of the module `matrices`, in float32 or fewer bits."""
 
     def log_decay(self, layer, low):
         tanh_in_place(low)
-        return self.opened(layer, "decay", low, -math.DECAY)
+        return self.opened(layer, "decay", low, -mixes.DECAY)
 
     def learning_rate(self, layer, low):
         return self.opened(layer, "icl", low, 1.0)

@@ -21,7 +21,7 @@ from ..rwkv.numba_loops import (
     sigmoid,
     tanh_in_place,
 )
-from .math import DECAY, LEAST_NORM
+from .mixes import DECAY, LEAST_NORM
 
 # The vectors of a layer that `step` takes, {name in `weights.LAYER`: how many of D numbers}: they are the rows of its
 # argument `vectors`, in this order, FIRST.name ... END.name - 1.
@@ -125,7 +125,7 @@ def bonus_norm(o, r, k, v, gate, norm, bonus, heads, eps):
 # -- a step -----------------------------------------------------------------------------------------------------------
 @njit(**LOOP_OPTIONS)
 def time_mix(multiply, board, matrices, vectors, eps, layer, first_v, x, shift, wkv, slots):
-    """Adds the time mix of layer number `layer` to x, as `math.time_mix` does; updates `shift` and `wkv`.
+    """Adds the time mix of layer number `layer` to x, as `mixes.time_mix` does; updates `shift` and `wkv`.
 
     Returns the first layer's values, which the other layers get as `first_v`. Other arguments: see `step`.
     """

@@ -12,15 +12,16 @@ from ...ops.functions import rwkv7
 from ...ops.steps import rwkv7_step
 from .. import array_math
 from ..rwkv import numpy_layers
-from . import math
+from . import mixes
 from .names import VERSION
 
 
 class MixOperations(numpy_layers.MixOperations):
-    """`math.MixOperations` on NumPy arrays."""
+    """`mixes.MixOperations` on NumPy arrays."""
 
     def log_decay(self, layer, low):
-        return -np.float32(math.DECAY) * array_math.sigmoid(layer.decay + self.product(layer, "decay_up", np.tanh(low)))
+        opening = array_math.sigmoid(layer.decay + self.product(layer, "decay_up", np.tanh(low)))
+        return -np.float32(mixes.DECAY) * opening
 
     def learning_rate(self, layer, low):
         return array_math.sigmoid(layer.icl + self.product(layer, "icl_up", low))
@@ -41,7 +42,7 @@ class MixOperations(numpy_layers.MixOperations):
         """(kappa, the key with which the recurrence writes)."""
         kappa = (k * layer.removal).reshape(len(k), *layer.bonus.shape)
         norms = np.sqrt((kappa * kappa).sum(axis=-1, keepdims=True))
-        kappa /= np.maximum(norms, np.float32(math.LEAST_NORM))
+        kappa /= np.maximum(norms, np.float32(mixes.LEAST_NORM))
         return kappa.reshape(k.shape), k * (1 + (icl - 1) * layer.replacement)
 
     def recurrence(self, layer, r, w, k, v, kappa, icl, wkv):
@@ -62,5 +63,5 @@ class NumpyLayers(numpy_layers.NumpyLayers):
     """What the general layers lack: RWKV-7's tables (`version`), mixes and operations."""
 
     version = VERSION
-    mixes: ClassVar = math
+    mixes: ClassVar = mixes
     operations: ClassVar[type[numpy_layers.MixOperations]] = MixOperations
