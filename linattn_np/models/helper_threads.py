@@ -17,8 +17,8 @@ SHARE = 4 << 20  # a helper is woken for so many bytes of matrices: with fewer, 
 
 
 def count() -> int:
-    """The threads of a call: OMP_NUM_THREADS, but at most the cores that this process may use; all of these if the
-    variable is not set, or is a list, of numbers for nested teams."""
+    """The threads of a call: OMP_NUM_THREADS, but at most the cores that this process may use; all cores if the
+    variable is not set, is 0, or is no whole number: a list of numbers is for nested teams."""
     wanted = whole_of(os.environ.get("OMP_NUM_THREADS", ""))  # None if it is no whole number, or negative
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(wanted or cores, cores)
@@ -35,7 +35,8 @@ class Helpers:
         self.boards, self.started, self.lock = SimpleQueue(), 0, threading.Lock()
 
     def wake(self, board, wanted):
-        """Makes up to `wanted` threads help with the products of a board."""
+        """Makes up to `wanted` threads help with the products of a board. All boards share the threads: one that helps
+        with another board comes when that one is over."""
         with self.lock:
             with suppress(RuntimeError):  # the system gives no more threads
                 for _ in range(wanted - self.started):
@@ -61,8 +62,9 @@ class Board:
     """The board on which a call publishes its products. Every call of a model has its own. A step of decoding enters
     `helped` once, a prompt at each product; only the call's thread enters it.
 
-    array : the board for `matrix_loops`. Two of its elements are set here: THREADS, how many share the products, the
-        call's thread and its helpers, by which a claim's size is chosen; and STOPPED, whether helpers must return
+    array : the board for `matrix_loops`, which helpers read without the GIL. Two of its elements are set here: THREADS,
+        how many share the products, the call's thread and its helpers, by which a claim's size is chosen; and STOPPED,
+        whether helpers must return, which they read atomically at each look
     busy : whether the thread is inside `helped`
     most : the most helpers; none where the system lacks sched_yield, which a thread without a part calls
     """
@@ -76,13 +78,15 @@ class Board:
 
     @contextmanager
     def helped(self, size: int):
-        """A context in which helpers compute parts of products: one for each SHARE of `size`, the matrices' bytes.
-        Outside of it the call's thread computes them alone; a context inside another one does nothing."""
+        """A context in which helpers compute parts of products: one for each SHARE of `size`, the bytes that all
+        products inside read, or could read in the time that they take. Outside of it the call's thread computes them
+        alone; a context inside another one does nothing."""
         if self.busy:
             yield
             return
         self.busy = True
-        try:  # at once: Ctrl-C may come at any line, and would leave helpers that look at the board for ever
+        # `try` is the next line: Ctrl-C may come at any one, and helpers look at the board until STOPPED is 1.
+        try:
             wanted = min(self.most, size // SHARE)
             # A helper that an earlier context of this board woke, and that starts only now, joins, too. More threads
             # than THREADS do no harm: each part is claimed once, and THREADS decides only how many a claim takes.
@@ -91,5 +95,5 @@ class Board:
                 HELPERS.wake(self.array, wanted)
             yield
         finally:
+            self.array[self.loops.STOPPED] = 1  # first, as above; a helper that reads it later returns at once
             self.busy = False
-            self.array[self.loops.STOPPED] = 1  # a helper that reads the board later returns at once
