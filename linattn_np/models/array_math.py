@@ -8,7 +8,7 @@ def sigmoid(x):
     return np.exp(np.minimum(x, 0)) / (1 + np.exp(np.minimum(x, -x)))
 
 
-def gated(x, weight, bias, gate):
+def affine_times_silu(x, weight, bias, gate):
     """(x weight + bias) silu(gate)."""
     return (x * weight + bias) * gate * sigmoid(gate)
 

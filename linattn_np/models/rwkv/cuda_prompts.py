@@ -178,7 +178,8 @@ class MixOperations:
     mixes : {name of a norm: arrays for (its C mixes [C, T, D], its output xx or None, d = previous xx - xx or None)}
     results : {name of a matrix: the array [.., T, M] for its product}
 
-    A version's `__init__` sets both.
+    A version's `__init__` sets both. `arrays`: a namespace with the arrays of the layer, of its state and of `carried`.
+    `scale`: the factor that the recurrence's o has in float16, until the group norm.
     """
 
     mixes: dict[str, tuple[Array, Array | None, Array | None]]

@@ -42,8 +42,8 @@ class Model:
 
     version : its tables of parameters
     numpy_layers : the class of its layers in NumPy
-    layout : the class of its parameters' layout in a training
-    folder : the name of its package, with the modules `numba_layers`, `cuda_decode`, `grad` and `cuda_grad`
+    layout : the class of its parameters' names and shapes in a training
+    package : the name of its package, in which `module` finds `numba_layers`, `cuda_decode`, `grad` and `cuda_grad`
     title : what is trained, in words, as in `protocols.Trainable`
     beside : a digest of the weights that are not trained; empty, as all are trained
 
@@ -54,7 +54,7 @@ class Model:
     version: ClassVar[Version]
     numpy_layers: ClassVar[type[NumpyLayers]]
     layout: ClassVar[type[Layout]]
-    folder: ClassVar[str]
+    package: ClassVar[str]
     title: ClassVar[str]
     beside: ClassVar[bytes] = b""
 
@@ -79,7 +79,7 @@ class Model:
 
         Signals wait, as a handler's exception could leave half of an import behind.
         """
-        return import_module(f"{cls.folder}.{name}")
+        return import_module(f"{cls.package}.{name}")
 
     @classmethod
     def cuda_layers(cls) -> Callable:

@@ -14,9 +14,8 @@ from . import mixes
 class MixOperations(cuda_prompts.MixOperations):
     """The operations of `mixes.MixOperations`, each as launches in a plan; x and the state are `plan.Array`s.
 
-    From the base class: `T`, `dtype` (X) and `sizes`; `mixes`, by the name of a norm the arrays for its mixes, for the
-    normed x and for d; `results`, the array for each product; `scale`, the factor that o has in float16; `recurrent`
-    adds an operator.
+    From the base class, which describes them: `T`, `dtype` (X) and `sizes`; the tables `mixes` and `results`;
+    `recurrent`, which adds an operator, and `gated_norm_to`, a group norm and its gate.
     """
 
     time_mix, channel_mix = mixes.time_mix, mixes.channel_mix
@@ -26,6 +25,7 @@ class MixOperations(cuda_prompts.MixOperations):
         T, X, (D, F, A, W), empty = self.T, self.dtype, (self.sizes[axis] for axis in "DFAW"), self.draft.empty
         self.xx, self.d, self.w = (empty((T, D), FLOAT32) for _ in range(3))
         self.o, self.mixed, self.normed = empty((T, D), X), empty((5, T, D), X), empty((1, T, D), X)
+        # self.mixed: w k v r g; the channel mix's k r take the memory of the first two
         self.mixes = {"ln1": (self.normed, self.xx, self.d), "ln2": (self.mixed[:2], None, None)}
         self.results = {  # the channel mix reuses memory of the time mix
             "maa_down": empty((1, T, 5 * A), FLOAT32),

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from ...ops.functions import rwkv6
-from ..array_math import beside, gated, sigmoid
+from ..array_math import affine_times_silu, beside, sigmoid
 from ..rwkv import grad
 from ..rwkv.grad import mixes_vjp, normalize, relu_squared_vjp, sigmoid_vjp, sum_over_tokens, tanh_vjp
 from ..rwkv.version import GROUP_NORM_EPS
@@ -40,7 +40,7 @@ class RecordingOperations(grad.RecordingOperations):
         self.o, self.gate = o, gate
         normed, self.pull_group = normalize(o.astype(gate.dtype, copy=False), GROUP_NORM_EPS)
         self.normed = normed.reshape(gate.shape)
-        return gated(self.normed, *layer.ln_x, gate)
+        return affine_times_silu(self.normed, *layer.ln_x, gate)
 
     def add_gated(self, x, gate, value):
         self.opening, self.value = sigmoid(gate), value

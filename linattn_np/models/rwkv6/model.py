@@ -20,7 +20,7 @@ class RWKV6(Model):
             o = r^T (S + diag(u) k v^T),   S <- diag(exp w) S + k v^T                `linattn_np.rwkv6`, scale 1
             x = x + W_o (GroupNorm_H(o; ln_x) g)
         with xx = LN(x; ln2) and d again:
-            x = x + sigmoid(W_r' (xx + d maa_r)) (W_v' relu(W_k' (xx + d maa_k))^2)
+            x = x + sigmoid(W_r' (xx + d maa_r')) (W_v' relu(W_k' (xx + d maa_k'))^2)
         logits = head LN(x; ln_out)
 
     Parameters
@@ -30,21 +30,22 @@ class RWKV6(Model):
     device : "cpu" or "cuda"
         Where the weights, and with them every array of the model, live: NumPy or CuPy.
     dtype : "float32", "bfloat16", "int8" or "int4" on the CPU; float32, float16, bfloat16 or int8 on CUDA
-        Of the matrices there; norms, mixes and decays are float32, and so is every sum. By default
+        Of the matrices on `device`; norms, mixes and decays are float32, and so is every sum. By default
         that of `weights` if they are in fewer bits than 32, as decoding takes as long as the matrices take to be read
-        and a wider copy holds nothing more; else float32, as rounding them is the caller's to decide. float16 is
-        float32 on the CPU, and so is bfloat16 where there is no Numba, which all but float32 need there.
+        and a wider copy holds nothing more; else float32, as rounding them is the caller's to decide. A default of
+        float16 becomes float32 on the CPU, as bfloat16 does without Numba, which all but float32 need there.
         int8 has a scale for every row of a matrix, int4 one for 32 neighbours in a row; int4 keeps the matrices of
-        low rank in int8. On CUDA what meets a half-precision matrix is rounded to its dtype, but not in steps of up
-        to eight sequences; on the CPU nothing is. int8 on CUDA needs a Hopper card. It has the CPU's numbers; but
-        the second matrices of low rank are bfloat16, and for more than eight tokens scaled rows are rounded to that.
+        low rank in int8. On CUDA vectors are rounded to the dtype of the half-precision matrix that multiplies them
+        (int8: to bfloat16), but not in steps of up to eight sequences; on the CPU none are. int8 on CUDA needs a
+        Hopper card. Its integers and scales are the CPU's; but the second matrices of low rank are bfloat16, and in
+        prompts, and in steps of more than 128 sequences, integers times scales are rounded to bfloat16.
     progress : function of (bytes of the weights that are on the device, bytes in all)
         Called while they are loaded.
     state_dtype : float32, on CUDA also bfloat16 or float16
         Of the recurrent state, which is rounded to it after every decoded token, and after every prompt.
     config : mapping
-        What Hugging Face's or fla's `config.json` says of weights with their names: the norms' eps, whether norms have
-        biases, whether embedding and head are tied. `from_file` reads it.
+        What Hugging Face's or fla's `config.json` says of weights with names of theirs: the norms' eps, whether norms
+        have biases, whether embedding and head are tied. `from_file` reads it.
 
     Raises
     ------
@@ -67,5 +68,6 @@ class RWKV6(Model):
     ' '
     """
 
-    version, numpy_layers, layout, folder = VERSION, NumpyLayers, Layout, __package__
-    title = VERSION.title
+    # `Model` says what each is.
+    version, title = VERSION, VERSION.title
+    numpy_layers, layout, package = NumpyLayers, Layout, __package__

@@ -17,11 +17,11 @@ from ..rwkv import cuda_prompts
 class MixOperations(cuda_prompts.MixOperations):
     """The two mixes as launches in a plan. The four low-rank products, of the decay, the learning rate, the output gate
     and the share of the first layer's value, are two batches: `low` is the result of the first matrices (`down`), with
-    its activations, `high` that of the second ones (`up`). `Keys` applies the functions of `high`.
+    its activations, `high` that of the second ones (`up`): the gate, and logits of the other three.
 
-    From the base class: `T`, `dtype` (X) and `sizes`; `mixes`, by the name of a norm the arrays for its mixes, for the
-    normed x and for d; `results`, the array for each product; `scale`, the factor that o has in float16; `recurrent`
-    adds an operator.
+    From the base class, which describes them: `T`, `dtype` (X) and `sizes`; the tables `mixes` and `results`; `arrays`,
+    those of the layer, of its state and of `carried`, by name; `recurrent`, which adds an operator, and
+    `gated_norm_to`, a group norm and its gate.
     """
 
     def __init__(self, decoder, *arguments):
@@ -48,19 +48,21 @@ class MixOperations(cuda_prompts.MixOperations):
 
     def time_mix(self, layer, x, shift, wkv):
         T, (H, N) = self.T, (self.sizes[axis] for axis in "HN")
+        # mixed: w a g v k r, in the order of `cuda_decode.STACKS`; v's is an input of both products
         mixed, _, _ = self.shift_mix(layer, "ln1", "mix", x, shift)
         v, k, r = self.product(layer, "vkr", mixed[3:])
         low = self.product(layer, "down", mixed[:4])
-        activations, count = kernels.LowActivations(self.dtype), low[0].size
+        activations, count = kernels.LowActivations(self.dtype), low[0].size  # of one of the four
         self.draft.launch(activations, activations.blocks(count), low=low, count=count)
-        high, o = mixed[:4], mixed[4]  # in the memory of mixes that have been read
+        high, o = mixed[:4], mixed[4]  # in the memory of mixes that both products have read by now
         self.draft.product(layer.up.swapaxes(1, 2), low, high)
-        # `Keys` makes w, a and b of the logits of the decay, the rate and the share, in place, and so k and v
+        # `Keys` makes w, a and b of the logits of the decay, the rate and the share, in place. In place it also changes
+        # k by the rate, and v by the share
         keys, (w, a, gate, b) = kernels.Keys.fitting(self.dtype, N), high
-        arrays = {"k": k, "v": v, "w": w, "rate_logits": a, "share_logits": b, "a": a, "b": b}
-        arrays |= {"first": self.arrays.first, "bases": layer.bases}
-        arrays |= {"removal": layer.removal, "replacement": layer.replacement}
-        self.draft.launch(keys, keys.blocks(T, H), **arrays, token_heads=T * H)
+        operands = {"k": k, "v": v, "w": w, "rate_logits": a, "share_logits": b, "a": a, "b": b}
+        operands |= {"first": self.arrays.first, "bases": layer.bases}
+        operands |= {"removal": layer.removal, "replacement": layer.replacement}
+        self.draft.launch(keys, keys.blocks(T, H), **operands, token_heads=T * H)
         self.recurrent(RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
         self.gated_norm_to(o, layer, o, gate, r=r, k=k, v=v, bonus=layer.bonus)
         return self.add_product(layer, "output", x, o)
@@ -70,4 +72,5 @@ class MixOperations(cuda_prompts.MixOperations):
         hidden = self.squared_product(layer, "ffn_key", mixed[0])
         if self.dtype != np.float16:
             return self.add_product(layer, "ffn_value", x, hidden)
+        # float16's squares are divided by `version.unit_of_squares`, by which `add_gated` multiplies
         return self.add_gated(x, None, self.product(layer, "ffn_value", hidden))

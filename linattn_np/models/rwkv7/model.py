@@ -50,5 +50,6 @@ class RWKV7(Model):
     ((1, 15, 256), (2, 1, 4, 8, 8))
     """
 
-    version, numpy_layers, layout, folder = VERSION, NumpyLayers, Layout, __package__
-    title = VERSION.title
+    # `Model` says what each is.
+    version, title = VERSION, VERSION.title
+    numpy_layers, layout, package = NumpyLayers, Layout, __package__

@@ -1,7 +1,8 @@
-"""RWKV-7's layers in NumPy and float32, on rows of tokens [T, D].
+"""RWKV-7's layers in NumPy and float32, on rows of tokens [T, D], those of a call's sequences one after the other.
 
-`layer` has the arrays of `weights.LAYER`. `low` is the product with the first matrix of a low-rank pair, icl the
-in-context learning rate, kappa the normed key of what is removed, `wkv` the layer's recurrent state [P, H, N, N].
+`layer` has the arrays of `LAYER` in weights.py. `low` is the product with the first matrix of a low-rank pair, before
+its activation, icl the in-context learning rate, kappa the normed key of what is removed. `wkv` is the layer's
+recurrent state [P, H, N (keys), N (values)] of P sequences, updated in place.
 """
 
 from typing import ClassVar
@@ -17,7 +18,7 @@ from .names import VERSION
 
 
 class MixOperations(numpy_layers.MixOperations):
-    """`mixes.MixOperations` on NumPy arrays."""
+    """`mixes.MixOperations`, which says what each of them computes, on NumPy arrays."""
 
     def log_decay(self, layer, low):
         opening = array_math.sigmoid(layer.decay + self.product(layer, "decay_up", np.tanh(low)))
@@ -46,13 +47,14 @@ class MixOperations(numpy_layers.MixOperations):
         return kappa.reshape(k.shape), k * (1 + (icl - 1) * layer.replacement)
 
     def recurrence(self, layer, r, w, k, v, kappa, icl, wkv):
+        # in heads, and in the order of `rwkv7`
         heads = (array.reshape(len(array), *layer.bonus.shape) for array in (r, w, k, v, -kappa, kappa * icl))
         return self.recurrence_of(rwkv7, rwkv7_step, tuple(heads), vectors=(), wkv=wkv)
 
     def bonus_norm(self, layer, o, r, k, v, gate):
         """The group norm of o over each head, plus the bonus, times the output gate."""
         weight, bias = layer.ln_x
-        normed = array_math.normalize(o, self.layers.group_eps).reshape(gate.shape)
+        normed = array_math.normalize(o, self.layers.group_eps).reshape(gate.shape)  # of each head: o is [T, H, N]
         heads = len(o), *layer.bonus.shape
         score = (r.reshape(heads) * k.reshape(heads) * layer.bonus).sum(axis=-1, keepdims=True)
         bonus = (score * v.reshape(heads)).reshape(gate.shape)
