@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import catalog
 import ml_dtypes
 import numpy as np
 import planned
@@ -549,6 +550,12 @@ def test_what_is_not_planned_on_hopper(sizes, reason, rng):
     plan = planned.plan_of(SOFTMAX_ATTENTION.bind(arrays), planned.Noting(90))
     assert plan.tiles["not Hopper's kernels"] == reason
     assert all("sm90" not in name for name in planned.names(plan))
+
+
+def test_kernels_of_every_card_have_its_shared_memory():
+    """The planner asks for them whatever the card."""
+    kernels = [kernel for kernel in catalog.softmax_attention() if not kernel.arch]
+    assert len(kernels) > 20 and all(kernel.shared_bytes <= catalog.LEAST_SHARED for kernel in kernels)
 
 
 # -- Hopper's blocks, which take one tile after the other --------------------------------------------------------------
