@@ -1,4 +1,9 @@
-"""The parts of docstrings that operators share: parameters by their names, and whole sections."""
+"""The parts of docstrings that operators share: parameters by their names, and whole sections.
+
+`public_function` cuts PARAMETERS into entries, each from a line at the left edge, "name : what it is", to the next such
+line, and gives an operator those of its parameters that its own docstring lacks. So an entry must be true of every
+operator, or step, that has the parameter.
+"""
 
 PARAMETERS = """
 scale : float, optional
@@ -12,7 +17,7 @@ state_dtype : dtype, optional
 cu_seqlens : host integers [N + 1], optional
     Sequences packed into one row (B = 1): sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``. Empty sequences
     are legal and hand their initial state through. The first such call sends them to the device: make it, and wait for
-    it, before one is captured into a CUDA graph.
+    it, before such a call is captured into a CUDA graph.
 mask : bool [B, T], optional
     True for a token, False for padding, which is as if it were not there: it writes nothing, its gate is 0 (no decay),
     and o and all gradients are 0 there, whatever the arrays hold. It costs a copy of every array. Refused beside
@@ -26,7 +31,7 @@ reverse : bool
 state_v_first : bool
     `initial_state`, the final state and their gradients are [N, H, V, K].
 layout : "bhtd" or "bthd"
-    "bthd" takes and returns ``[B, T, H, ...]``. No layout costs a copy.
+    "bthd" takes and returns ``[B, T, H, ...]``. Neither costs a copy.
 mode : "auto", "recurrent", "chunk", "staged" or "parallel"
     Token by token; fused chunks; the five stages of `linattn_np.stages` one by one; the quadratic form. All compute the
     same function; "auto" takes the fastest that the backend has.
@@ -36,8 +41,8 @@ materialize : bool, optional
     True keeps every chunk's state and computes chunks side by side; False carries one state through; None decides from
     the shape.
 precision : "float32" or "tf32", optional
-    Of products of float32 arrays on a GPU's tensor cores; what `linattn_np.precision` says by default, and "float32"
-    where it says nothing. "tf32" is faster, with a relative error of 4e-4 for 1e-6. All else is the same.
+    Of products of float32 arrays on a GPU's tensor cores; by default what the context `linattn_np.precision` says, and
+    "float32" outside of one. "tf32" is faster, with a relative error of 4e-4 in place of 1e-6. All else is the same.
 backend : "auto", "numpy", "cupy" or "numba"
     "auto" follows the arrays: host arrays run on NumPy, device arrays on CuPy's kernels.
 state : [B, H, K, V], or a pool [P, H, K, V] with `slots`
@@ -48,14 +53,15 @@ slots : integers [B], optional
     device as `cu_seqlens` are in `gla`; an int64 CuPy array is taken as it is, without synchronising.
 pending : float32 [N, H, M, W], optional, with rows for `slots` as `state` has
     Memory of the M <= 8 tokens that the state has not taken yet, for speculative decoding: float64 where the state or
-    the arrays are. The arrays then have an axis of T <= M tokens, [B, H, T, ...], and o is [B, H, T, V]: read from the
-    state, to which these tokens are not added before the next call says how many are `accepted`. Until then they are in
-    `pending`: each as its decays, its keys and the columns that it writes behind them, W numbers. W is 2 K + V, or
-    1 + K + V where a head has one gate or none, or 3 K + 2 V of `rwkv7_step`. Nothing else may write there.
+    the arrays are. The arrays then have an axis of T <= M tokens, [B, H, T, ...], and o is [B, H, T, V]: o at a token
+    sees the state with the accepted tokens, and this call's tokens up to that one. The state takes these only in the
+    next call, which says how many are `accepted`. Until then `pending` has W numbers of each: its decays, its key, and
+    the values that it adds along the key. W is 2 K + V, or 1 + K + V where a head has one gate or none. In `rwkv7_step`
+    b follows the key, and S^T a, which is added along b, the values: 3 K + 2 V. Nothing else may write there.
 accepted : int64 [B], optional
-    How many of the tokens in `pending`, from the first, the state takes now: 0 to M, by default none. Host numbers are
-    checked; those on a device are taken as they are, without synchronising, at most M. A call with T = 0 only adds
-    tokens.
+    How many of the tokens in `pending`, from the first, the state takes now: 0 to M, by default none. The others are
+    dropped. Host numbers are checked; those on a device are not, to save a synchronisation: a number below 0 counts as
+    0, one above M as M. A call with T = 0 only gives the state its tokens.
 out : array like the result, optional
     Where to write o: memory that no other argument shares, and in which no two elements are one.
 """
@@ -78,17 +84,16 @@ LinattnWarning
 
 NOTES = """
 Arrays are NumPy's or CuPy's, or anything with ``__dlpack__``: float64, float32, float16 or bfloat16, all the same, but
-a gate may be float32 beside half-precision arrays. Subclasses such as masked arrays are refused, and so is what would
-cut a gradient: `linattn_np.interop` differentiates. Any strides: slices of a fused buffer are read in place. v may have
-more heads than the other arrays, a multiple HV of H: o is then [B, HV, T, V], states [N, HV, K, V], and value head n
-goes with head ``n // (HV // H)``. That costs no copy of v and o where the heads lie side by side, as with
-``layout="bthd"``; states are copied.
+a gate may be float32 beside half-precision arrays. Subclasses such as masked arrays are refused, and so are arrays that
+track gradients, which would be cut: `linattn_np.interop` differentiates. Any strides: slices of a fused buffer are read
+in place. v may have more heads than the other arrays, a multiple HV of H: o is then [B, HV, T, V], states [N, HV, K,
+V], and value head n goes with head ``n // (HV // H)``. That costs no copy of v and o where the heads lie side by side,
+as with ``layout="bthd"``; states are copied.
 
 NaN and inf go where the recurrence takes them, forwards in time: one in k, v, a gate or a state stays in the state, one
 in q stays at its token; gradients take those of `do` and `dht` backwards. That holds in every mode on NumPy and Numba,
 and in "recurrent" on CuPy. CuPy's kernels on tensor cores multiply whole blocks, in which the weight of a later token
 is 0, and 0 times NaN is NaN. There a NaN or inf in v also reaches the tokens before it in its block: of 16 tokens; of
-32 on Hopper with half-precision arrays (64 where a head has one gate, or none); of a chunk in mode "staged". Of
-gradients, dq, dk and dv may have one in k, q or `do` at the other tokens of its block of up to 64, and the gate's,
-which is summed up from the end, one in k, v or the gate at every token of the sequence.
+32 on Hopper with half-precision arrays (64 where a head has one gate, or none); of a chunk in mode "staged". One in any
+array or in `do` may also reach gradients at the other tokens of its block, of up to 64.
 """
