@@ -52,7 +52,8 @@ FROM_LR = {"model": 1e-4, "adapter": 1e-3, "state": 1e-2}
 SHARES = {"batch": DataParallel, "context": SequenceParallel}
 CHECKPOINT = "training.safetensors"
 CHANGEABLE = ("steps", "minutes", "lr")  # settings that --resume may change
-# The defaults of options that are no settings; `resume_command` has the options with other values.
+# All options that are neither settings, which the checkpoint has, nor flags, with their defaults; `resume_command` has
+# those with other values, and the flags that it names.
 OPTION_DEFAULTS = {
     **{"device": "auto", "dtype": "bfloat16", "share": "batch", "every": 60, "version": None},
     **{"from": None, "lora": None, "alpha": None, "matrices": None, "tokenizer": "auto", "vocab": None},
@@ -108,7 +109,7 @@ def trained_of(options) -> Trained:
     for name in ("alpha", "matrices"):
         if getattr(options, name) is not None and not options.lora:
             raise ValueError(f"argument --{name}: goes with --lora only")
-    options.model = Path(options.base)
+    options.model = Path(options.base)  # for tokenizer_of: a vocabulary may be beside it
     base = Base.from_file(options.model)
     tokenizer = tokenizer_of(options, base)
     if options.lora:
@@ -214,7 +215,7 @@ def add_options(parser):
 
     add = parser.add_argument_group("the training", "Defaults are those of the cpu / of cuda.").add_argument
 
-    def setting(name, type, what):
+    def setting(name, type, what, add=add):
         values = [defaults.get(name, getattr(Settings, name)) for defaults in DEFAULTS.values()]
         add(f"--{name.replace('_', '-')}", type=type, help=f"{what} ({' / '.join(map(str, values))})")
 
@@ -225,9 +226,7 @@ def add_options(parser):
     setting("context", integer(1), "bytes, or tokens, of each that are predicted in a step")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=integer(1), help="how many, instead of --minutes")
-    length.add_argument(
-        "--minutes", type=float, help="how long to train, held-out losses and checkpoints included (2 / 2)"
-    )
+    setting("minutes", float, "how long to train, held-out losses and checkpoints included", length.add_argument)
     setting("lr", float, "the learning rate after the warm-up, from where it falls to 0 as a cosine")
     setting("weight_decay", float, "AdamW's, of matrices")
     setting("dropout", float, "share of elements that are dropped")
@@ -265,7 +264,7 @@ def start(options, trained, device, ranks, lock_scope) -> Training:
     training = Training(text, Settings(**settings), **arguments)
     if ranks.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        lock_folder(folder, lock_scope)
+        lock_folder(folder, lock_scope)  # after what may fail, since it needs the folder
         check_free(folder, trained.file)  # which another training may have filled meanwhile
         save(training, folder, trained.file)
     return training
@@ -296,7 +295,8 @@ def defaults(options, trained, device, chosen) -> dict:
 
 
 def check_free(folder, file):
-    """ValueError if the folder holds a training that has made a step, or `file`, which a new training would replace."""
+    """ValueError if the folder holds a training that has made a step, or `file` without a training: a new one would
+    replace it. A training without a step, which loses nothing, may be replaced, with its `file`."""
     if (folder / CHECKPOINT).exists():
         if read(folder / CHECKPOINT).get("step", [1])[0]:
             raise ValueError(f"argument --out: {folder} holds a training; --resume goes on with it")
@@ -332,6 +332,7 @@ def train(training, trained, options):
     """
     if training.device == "cpu" and training.done < 1:
         try:
+            # Only the first rank tells of compiling; `str` does nothing, and keeps the others from it.
             with status("training ...") as show, before_compiling(str) if training.ranks.rank else compiling(show):
                 training.warm_up()
         except Ended:
@@ -349,7 +350,7 @@ def train(training, trained, options):
         except RankLost:
             if training.ranks.rank == 0 and training.device == "cpu":
                 training.save(Path(options.out) / CHECKPOINT)
-            if training.ranks.rank and ended():
+            if training.ranks.rank and ended():  # the first rank ended by the same signal, which is no error
                 raise Ended(ended()) from None
             raise
     if training.ranks.rank == 0 and (number := ended()):
@@ -390,7 +391,8 @@ def report_steps(training, trained, options, ended):
 
 def time_left(training, begun) -> str:
     """The time that the training still takes, as the end of a line, estimated from the progress since `begun`: (the
-    fraction done, the time) then; "" without progress: a training by minutes counts a step when the next one begins.
+    fraction done, the time) then; "" if none is known, as after the first step of a training by minutes: it counts a
+    step's time when the next one begins.
     """
     done, seconds = training.done - begun[0], time.perf_counter() - begun[1]
     if not done:

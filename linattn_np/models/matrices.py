@@ -22,7 +22,7 @@ from ..signals import signals_held
 from .helper_threads import Board
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-TILE, BLOCK = 64, 32  # rows of a tile (see `Matrix`); numbers of a row that share a scale in int4
+TILE, BLOCK = 64, 32  # rows of a tile, in int4 eight words of eight; numbers of a row that share a scale in int4
 MOST_BY_LOOPS = 8  # the most tokens for which the loops multiply float32 faster than BLAS
 PRODUCTS_PER_BYTE = 4  # multiplications that take as long as reading a byte
 # int4's scales of a block that are tried, divided by the scale with which its largest |w| becomes q - 8 = -8.
@@ -40,7 +40,8 @@ class Matrix:
         numbers, where row r has bits 4 (r // 8) to 4 (r // 8) + 3 of word r % 8
     scales : for int8 [S, tiles, TILE]; for int4 [S, tiles, blocks, TILE], bfloat16 as uint16
 
-    `matrix_loops` reads these layouts by addresses, which are valid as long as this object lives.
+    `matrix_loops` reads these layouts by the addresses in `description`, which are valid until a `Pool` moves the
+    matrix or this object dies.
     """
 
     def __init__(self, format: str, shape, bits: np.ndarray, scales: np.ndarray | None):
@@ -64,7 +65,7 @@ class Matrix:
         stack = np.ascontiguousarray(x.reshape(-1, *x.shape[-2:]))
         y = np.empty((*stack.shape[:2], self.shape[-2]), np.float32)
         products = y[..., 0].size * self.shape[-2] * self.shape[-1]
-        # The size is the time of the product, in bytes that are read in this time. multiply_at calls the compiled
+        # helped gets the time of the product, as the bytes that are read in this time. multiply_at calls the compiled
         # `multiply` by its address; its tuples hold the matrices, inputs and outputs of several products, here of one.
         with board.helped(max(self.nbytes, products // PRODUCTS_PER_BYTE)):
             loops().multiply_at(loops().multiply.address, board.array, (self.description,), (stack,), (y,))
@@ -99,7 +100,7 @@ class Pool:
         self.rest = np.empty(0, np.uint8)  # of the last block
 
     def move(self, matrix: Matrix) -> Matrix:
-        """The matrix, with its numbers in the pool."""
+        """Moves the matrix's numbers to the pool; returns the matrix."""
         matrix.bits, matrix.scales = self.moved(matrix.bits), self.moved(matrix.scales)
         return matrix
 
@@ -117,7 +118,7 @@ class Pool:
 
 
 def pack(w, format: str) -> Matrix:
-    """The matrix of floats `w` [M, K], or [S, M, K], in one of FORMATS."""
+    """The matrix of floats `w` [M, K], or [S, M, K], in one of FORMATS. In float32 it may share w's memory."""
     w = np.asarray(w)
     q, scales = quantised(w.reshape(-1, *w.shape[-2:]), format)
     return of_rows(format, q, scales, w.shape)
@@ -182,7 +183,8 @@ def four_bits(w):
 
 
 def rounded_to_four_bits(w):
-    """(q, scales) for rows w [M, K]. Each block gets the scale, of CANDIDATES, with the least square error."""
+    """(q, scales) for rows w [M, K]. Each block gets the scale, of CANDIDATES, with the least square error; its sign is
+    that with which the largest number becomes -8."""
     M, K = w.shape
     blocks = -(-K // BLOCK)
     parts = np.zeros((M, blocks * BLOCK), np.float32)
@@ -207,7 +209,7 @@ def rounded_to_four_bits(w):
 
 
 @cache
-@signals_held()
+@signals_held()  # a signal might leave half of Numba imported
 def loops():
     """The module of Numba's loops; NotSupported if Numba cannot be imported."""
     try:
