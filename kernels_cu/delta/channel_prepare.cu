@@ -39,7 +39,8 @@
 //   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over channels; PairOfBlock: the numbers of a block's
 //     pairs; RowNumbers: of a lane's rows in Accumulators; each_border, store_level: decayed rows and columns for
 //     borders between blocks; score_borders: scores across borders; Triangle: a warp's lower triangle; solve:
-//     multiplies it by an inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
+//     multiplies it by (I - diag(weight) M)^-1; put_transposed: stores it; multiply_triangles: products of lower
+//     triangles, of which a function gets every number
 //   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`
 //   LANES: threads of a block of tokens
 

@@ -50,7 +50,8 @@
 //     pairs; RowNumbers: of a lane's rows in Accumulators; each_border: calls a function for each level's border, with
 //     the decay between it and a block; store_level: stores a block's rows or columns decayed that far; score_borders:
 //     scores of rows after a border with columns before it; Triangle: a warp's lower triangle; solve: multiplies it by
-//     an inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
+//     (I - diag(weight) M)^-1; put_transposed: stores it; multiply_triangles: products of lower triangles, of which a
+//     function gets every number
 //   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`
 
 template <typename T, typename G> struct Args {

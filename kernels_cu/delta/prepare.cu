@@ -5,8 +5,9 @@
 //           M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j, j <= i; N = (I + diag(beta) M)^-1, B = A N diag(beta);
 //           and of rows for each token
 //           E_i = -P_i k_i, W_i = w_scale (P_i q_i + sum_j B_ij E_j), Z_j = beta_j sum_i N_ij L_i k_i
-//           GRADIENT: B and Z without beta, and R = I - M N diag(beta), which makes residuals. What these matrices do
-//           to a state: prepared.cuh
+//           args.normalized: q and k are divided by their lengths before all this. GRADIENT: stored are B and Z without
+//           beta (W has it), and R = I - M N diag(beta) = (I + M diag(beta))^-1, as the residuals are R (v + E S). What
+//           these matrices do to a state: prepared.cuh
 // shapes    q k [B, H, T, K], g beta [B, HV, T]; prepared [B, HV, NC], NC the chunks of a batch row; a warp makes E, W
 //           and Z of 16 channels. A tile is [BT, BK] in shared memory: place<BK>(tile, i, c) is the address of channel
 //           c of token i. A Matrix is [BT, BT]; for 16-bit data each number is the sum of two, a rounded one and its
@@ -14,10 +15,11 @@
 //           = lane % 4
 // grid      a block for every (batch, head of values, chunk), chunks fastest
 // smem      Shared: a chunk's inputs, its matrices
-// barriers  five. Each says that these are in shared memory: inputs and decays | lengths | M and A | N | B and
-//           Z_from_keys
+// barriers  five. Each says that these are in shared memory: inputs and decays | inverse_length | M and A | N | B and
+//           Z_from_keys. After the last a warp reads and writes only its own 16 channels of k, E, Z, q and W, and so
+//           __syncwarp is enough
 // numerics  M and N in float32; for products of 16-bit data they and A are the sum of two bfloat16, which hold any
-//           growth that float32 holds. E, W and Z in T, matrices that make them of two T
+//           growth that float32 holds. E, W and Z in T; the matrices that make them are sums of two T
 // source    Yang et al., 2024 (2412.06464), section 3.3
 // limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256
 #include "cards.cuh"
@@ -30,16 +32,19 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   UPPER, LOWER: the half of a matrix that is not 0
-//   multiply_squares: products of 16 rows with 16 rows; Triangle: a warp's lower triangle; solve: multiplies it by an
-//     inverse; put_transposed: stores it; multiply_triangles: products of lower triangles
+//   multiply_squares: products of 16 rows with 16 rows; Triangle: a warp's lower triangle; solve(N, M, weight, room,
+//     ...): N <- (I - diag(weight) M)^-1 N, by one warp, with `room` and what is above M's diagonal as memory;
+//     put_transposed: stores it; multiply_triangles(X, f, Y transposed): calls f(i, j, {(X Y)_ij and the next}) for
+//     even j, also above the diagonal, where they are 0
 //   PreparedFor: the struct that is stored; Operand<T, bf16>: bf16 for 16-bit data, else `single`
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 //   TokenNumbers: the decay and beta of the lane's token; each_pair: calls f for a lane's pairs of channels in
 //     Accumulators
 //   ChunkOfBlock: the chunk that blockIdx.x selects; copy_pieces, copy_numbers: copy its rows, 16 bytes or one number
-//     at a time; store_channels, store_pieces: copy a warp's channels of a tile, a whole array, to global memory;
-//     clear_padding: zeros in the gaps between a Matrix's rows there
-//   WRITES_ONCE: a token writes beta_t k_t v_t^T, and nothing apart from it; INVERTS: `solve` is given the identity
+//     at a time; store_channels, store_pieces: copy a warp's channels of a tile (after a __syncwarp), a whole array, to
+//     global memory; clear_padding: zeros in the gaps between a Matrix's rows there
+//   WRITES_ONCE: tokens write along k alone (RWKV-7's also along another vector), so that there is one B and one Z,
+//     B[0] and Z[0]; INVERTS: `solve` is given the identity
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k;
@@ -67,7 +72,7 @@ template <typename T, int BK> struct alignas(16) Shared {
   };
   Matrix<T> B, Z_from_keys;  // Z = Z_from_keys k
   Matrix<Operand<T, bf16>> A;
-  float M[BT][LD];  // of the products for M; numbers on and above the diagonal are not read
+  float M[BT][LD];  // below the diagonal; what the products leave elsewhere is not read
   union {
     float decay_between[BT][LD];  // D_ij; 0 for i < j
     Matrix<Operand<T, bf16>> N_transposed;
@@ -80,7 +85,8 @@ template <typename T, int BK> struct alignas(16) Shared {
 
 // The n-th product [16, 16] for scores: of 16 keys or queries (`kind`) from `row` on with 16 keys from `column` on; or,
 // if of_queries_alone, of 16 queries with themselves, for their lengths only. The squares of lengths are on diagonals:
-// of queries in the latter products, of keys in those of keys with the same keys.
+// of queries in the latter products, of keys in those of keys with the same keys. n: 0 k[0] k[0], 1 q[0] k[0], 2 k[16]
+// k[0], 3 q[16] k[0], 4 k[16] k[16], 5 q[16] k[16], 6 q[0] q[0], 7 q[16] q[16].
 struct ScoreTile {
   static constexpr int COUNT = 8;
   Kind kind;
@@ -97,7 +103,7 @@ struct ScoreTile {
 
 // Launch bounds, of blocks of 2 BK threads. Up to sm_90 the compiler leaves registers for 1024 threads of a
 // multiprocessor (64 a thread), from sm_100 on for 768 (80); in float32 for 256 threads fewer (80; 128); for fewer if
-// shared memory has room for fewer blocks.
+// no whole block fits (BK = 256, of 512 threads), or if shared memory has room for fewer blocks.
 template <typename T, typename G, int BK, bool GRADIENT>
 __global__ void __launch_bounds__(2 * BK,
                                   blocks_with_room<Shared<T, BK>>((512 - 128 * SINCE_SM100 - 128 * (sizeof(T) == 4)) /
@@ -135,7 +141,7 @@ __global__ void __launch_bounds__(2 * BK,
   const auto inverse_length = [&](float squares) {
     return args.normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
   };
-  // A warp's score tiles: sums[n][across] is [16 rows, 8 keys] of its n-th tile.
+  // A warp's score tiles: sums[n][across] is [16 rows, 8 columns] of its n-th tile.
   float sums[SCORE_TILES][2][4] = {};
 #pragma unroll
   for (int n = 0; n < SCORE_TILES; ++n) {
@@ -209,7 +215,8 @@ __global__ void __launch_bounds__(2 * BK,
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m) multiply_tokens<UPPER, BK>(z[m], s.Z_from_keys, s.k, 16 * m, channel);
   __syncwarp();  // all lanes have read these channels of k
-  // E overwrites k. Two lanes have a token's 16 channels, 8 each.
+  // E overwrites k. Two lanes have a token's 16 channels, 8 each: one piece of 16 bytes, or two in float32, which
+  // place puts apart.
 #pragma unroll
   for (int n = 0; n < BT; n += 16) {
     const int i = n + lane / 2, c = channel + lane % 2 * 8;

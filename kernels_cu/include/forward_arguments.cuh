@@ -1,5 +1,7 @@
 // what      What every forward kernel of the gated family takes: GLA, and RWKV-6, whose u is the bonus of a token's own
-//           key.
+//           key. The classes of gated/forward.cu, gated/small_forward.cu and recurrent/forward.cu in
+//           backends/cupy/gated_kernels.py declare the same members in the same order, and their own behind them, or
+//           compiling fails.
 #include "tensor.cuh"
 
 template <typename T, typename G> struct ForwardArgs {

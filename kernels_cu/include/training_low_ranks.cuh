@@ -7,6 +7,7 @@
 
 constexpr int THREADS = 256, PRODUCTS = 4;  // PRODUCTS: the most of a layer; one that a layer lacks has R = 0
 
+// LowRanks.LOW_RANK in backends/cupy/rwkv6_training_kernels.py declares the same members.
 // down: the product's first matrix [D, R]; ddown: its gradient, in the backward pass; mix_row: which of a layer's six
 // mixes the product takes, no two the same; valid also where R = 0.
 template <typename T> struct LowRank {

@@ -8,13 +8,14 @@
 // barriers  none
 // numerics  maa down rounded once
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
-// limits    none
+// limits    a product that a layer lacks has R = 0, and its mix_row all the same
 #include "training_low_ranks.cuh"
 
 // From training_low_ranks.cuh:
 //   THREADS = 256, PRODUCTS = 4
 //   LowRank: down, R and mix_row of a product
-//   ChannelOfProduct: what the warp computes
+//   ChannelOfProduct: what the warp computes, `channel` of `product`; all: the columns of joint; first: the product's
+//     first one
 
 template <typename T> struct Args {
   LowRank<T> products[PRODUCTS];
