@@ -56,6 +56,7 @@ def tiles_of(problem) -> list[StateTile]:
         return [slice(first, min(first + TILES[-1], size)) for first in range(0, size, TILES[-1])]
 
     K, V = problem.shape("K V")
+    # The first columns, and of these the first channels, come first: `adds` and `adds_dv` depend on it
     return [StateTile(channels, columns) for columns in parts(V) for channels in parts(K)]
 
 
@@ -70,6 +71,8 @@ class DraftOfTiles(Draft):
 
     def next_tile(self) -> DraftOfTiles:
         """Frees all buffers for the next tile, which reads nothing that the previous tile wrote."""
+        # `empty` then gives the same arrays again; what tiles add up, as dq, is of the outer draft. A Draft remembers
+        # arrays in `contiguous_versions` alone
         self.used, self.contiguous_versions = {}, {}
         return self
 

@@ -45,6 +45,7 @@ def plan_vjp(problem, device, do, dht, saved=None, summaries=(), sums_dg=False):
     def plan_of_copies(copied_problem, do, dht):
         return plan_vjp(copied_problem, device, do, dht, sums_dg=sums_dg)
 
+    # `problem.gradient`: whether the call says that a pullback follows. `backward_cut` says what `sums_dg` changes
     cut = segments.backward_cut(problem, device, do, sums_dg, saved, bool(summaries))
     if cut.way == COPIED:
         return aligned_copies.plan_on_copies(problem, plan_of_copies, do, dht)
@@ -56,6 +57,7 @@ def plan_vjp(problem, device, do, dht, saved=None, summaries=(), sums_dg=False):
     if cut.way == HOPPER:
         starts = saved[0] if saved else None
         if cut.forward is not None:  # the forward pass that computes these states again
+            # inputs[2] is v, in the place of o, which has its shape and dtype: this pass writes its own o, or none
             starts = HopperForward(draft, problem, cut.forward, inputs, inputs[2]).starts_of_backward_segments()
         tiles, partial_du = launch_hopper(draft, backward, cut, summaries, starts)
     else:
@@ -219,6 +221,7 @@ def scan_both_ways(draft, problem, states, decays, P, only_backwards=False, colu
     N, H, K, V = problem.shape("N H K V")
     scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "BV": columns or V}
     sizes["only_backwards"] = only_backwards
+    # `states` is overwritten
     summaries = {"states": states, "decays": decays, "column_decays": column_decays}
     draft.launch(scan, 2 * N * H * ceil_div(K * V, scan.COLUMNS * scan.threads), **summaries, **sizes)
 
@@ -234,17 +237,22 @@ def launch_hopper(draft, backward, cut, summaries=(), starts=None):
     """
     problem, read, (dq, dk, dv, dg) = backward.problem, backward.read, backward.gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
+    # The second kernel reads a chunk of query_share before it writes dg there, so they share memory; not if it adds to
+    # the terms of other tiles that dg then holds
     query_share, (queries, keys), short = draft.like(dg) if backward.adds else dg, cut.kernels, cut.short
     launches = HopperBackward(draft, problem, cut.segments, keys.CHUNK, empty_ends=bool(summaries), short=short)
     P = launches.P
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     read["do_"], initial, dht = draft.mapped(backward.do, "do"), launches.initial, draft.aligned(backward.dht, "dht")
     u, ends = draft.bonus(problem), draft.empty((N * P, H, K), FLOAT32)
+    # From the first kernel to the second: `ends`, [N P, H, K], sum_v (the state at a segment's end) dht; query_sums, a
+    # row of K sums and of flags for each chunk, at most so many; checkpoints (backward_keys.cu describes all)
     query_sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K + keys.FLAGS), FLOAT32)
     checkpoints = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
     if summaries:
         initial, dht = launches.joined_saved_summaries(*summaries, dht, starts)
     elif P > 1:
+        # short: a block computes two of the three segments as one (`joined`), so each direction needs one summary
         args = {"only_backwards": int(starts is not None), "only_first": int(short > 0)}
         initial, dht = launches.joined_summaries(cut.summary, read, initial, dht, starts, **args)
     common = {"u": u, "dht": dht, "ends": ends, "query_sums": query_sums, "checkpoints": checkpoints, "P": P}
@@ -263,6 +271,7 @@ def launch_tile_by_tile(draft, backward, cut):
     (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
     draft_of_tiles, sizes = DraftOfTiles(draft), []
     tile_segments = segments.BackwardSegments(cut.segments, cut.short)
+    # a row for each range of columns, of which all but the last have TILES[-1]
     du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
     bonus = {}  # first channel of a tile -> u of its channels
     if u is not None:
@@ -313,7 +322,7 @@ class HopperBackward:
         """Launches the summaries by `kernel` and their scan. Returns (the states at the segments' starts, or
         `starts` if given; the states' gradients at their ends)."""
         states, decays = self.segment_summaries(kernel, mapped, initial, dht, **args)
-        if self.P > 2 and not self.short:
+        if self.P > 2 and not self.short:  # else the kernel has written what the segments start from
             scan_both_ways(self.draft, self.problem, states, decays, self.P, starts is not None)
         return states[0] if starts is None else starts, states[1]
 
@@ -324,6 +333,7 @@ class HopperBackward:
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
         scan_both_ways(draft, self.problem, joined, decays, self.P, only_backwards=True)
+        # index 0: the first, empty segment, at whose end the state's gradient is the initial state's
         return draft.plan(results.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
 
     def joined_saved_summaries(self, states, decays, dht, starts=None):
