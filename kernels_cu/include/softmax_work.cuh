@@ -69,7 +69,7 @@ __device__ __forceinline__ void mask_rows(float (&x)[N], int column, int diagona
 
 // The array `statistics` [B, H, chunks, 2, 64] has for every 64 queries of a sequence, a chunk, first L = log2 sum_j
 // e^s_ij and then delta = do . o less the gradient of log sum_j e^s_ij. L is infinite for a query that sees no key, and
-// after the sequence's end: weights are then 0.
+// after the sequence's end, where delta is 0: weights are then 0, and so are products with them.
 constexpr int CHUNK_QUERIES = 64, CHUNK_STATISTICS = 2 * CHUNK_QUERIES;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -97,6 +97,7 @@ __device__ __forceinline__ float tanh_of(float x) {
 }
 
 // 1 - tanh^2 of a capped score, computed from its weight p = 2^(scale tanh - L); `scale` is the cap times log2 e.
+// 0 if p is 0, for any L: the maximum of NaN and -1 is -1.
 __device__ __forceinline__ float slope_of_cap(float p, float L, float scale) {
   const float capped = max((log2_approx(p) + L) * inverse(scale), -1.f);
   return fmaf(-capped, capped, 1.f);

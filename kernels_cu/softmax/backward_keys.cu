@@ -4,26 +4,29 @@
 //           cap): with a cap each term of dk times 1 - (s_ij / cap)^2
 // shapes    q [B, H, Tq, K], do [B, H, Tq, V], k dk [B, H / group, Tk, K], v dv [.., V]; from backward_queries.cu
 //           statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first L = lse / ln 2,
-//           then delta
+//           then delta, which is not NaN after the sequence's end
 // grid      softmax.py launches a block for every tile of keys (Work in softmax_work.cuh) of `works`, the longest
 //           first; a warp has 16 keys
 // smem      Shared: a tile of k and of v, later of dk and dv; two tiles of q, do and statistics: one is multiplied
-//           while the next one is copied
+//           while the next one is copied. At most 99 KiB, which a block may have on sm_86
 // barriers  one: the block's work is in shared memory; one for each tile of queries: it has arrived, and all warps have
 //           read the previous one
 // numerics  scores and p are computed again, in float32; p and p (dp - delta) are rounded to T for their products
 // source    Dao et al., "FlashAttention", 2022, algorithm 4; keys are the rows here, so that p and its gradient go from
 //           one product to the next in registers
 // limits    16-bit data; K, V <= D; D of 64, 128
+// tests     test_softmax_attention, also of Shared's size; test_compile (no spills)
 #include "softmax.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
 // From the includes:
 //   THREADS = 128, CHUNK_QUERIES = 64; CHUNK_STATISTICS: numbers of a chunk in `statistics`
-//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
-//   slope_of_cap: 1 - tanh^2, from the weight
-//   fetch: starts to copy tokens to a tile; store: stores a warp's sums, times a factor, by way of its rows of a tile
+//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed<D, M, N, FEW>: d += A B^T, if FEW in fewer registers;
+//     multiply_rows: d += A B
+//   slope_of_cap: 1 - tanh^2, from the weight p = 2^(scale tanh - L); 0 if p is 0
+//   fetch: starts to copy tokens to a tile, with zeros in rows and columns that do not exist: sums and products read
+//     these, too; store: stores a warp's sums, times a factor, by way of its rows of a tile
 //   each_value, each_two_values: call f for a lane's numbers of one Fragment, of two; exp2_approx(x): 2^x
 //   needs_mask: whether one of the rows does not see one of the columns; mask_rows: sets those numbers
 
@@ -35,7 +38,8 @@ template <typename T> struct Args {
   StridedRows<T> dk, dv;
   const Work* works;
   const float* statistics;
-  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position
+  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position,
+  // all if it is 2^30 (UNBOUNDED in softmax_tiles.py); chunks: of `statistics`, of a batch row
   i64 H, group, K, V, left, right, chunks;
   double scale, softcap;
   i64 vectors;  // whether all rows start and end at multiples of 16 bytes
@@ -57,7 +61,8 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written
   // The block's tile of keys: tokens work.start on, work.tokens of them; work.head is a head of k and v. The other_...
-  // are the queries' sequence; first_tile, tiles: its tiles of QUERIES queries that see the keys.
+  // are the queries' sequence; first_tile, tiles: its tiles of QUERIES queries that see the keys; statistics_chunk: the
+  // sequence's first chunk.
   const Work& work = s.work;
   const int row = threadIdx.x / 32 * 16, lane = threadIdx.x & 31;  // row: the warp's first key
   auto diagonal = [&] { return work.diagonal + row; };  // the position of the warp's first key among the queries
@@ -106,6 +111,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
     each_two_values<M, QUERIES>(scores, dp, [&](float& x, float d, int, int, int column) { x *= d - deltas[column]; });
     multiply_rows<D, 1, QUERIES>(dk, scores, s.q[stage]);
   }
+  // By way of the warp's own rows of k and v, which no other warp reads: no barrier.
   store<D, 1>(dk, [&](int, int) { return float(args.scale); }, s.k, row, args.dk, work, args.K, args.vectors);
   store<D, 1>(dv, [](int, int) { return 1.f; }, s.v, row, args.dv, work, args.V, args.vectors);
 }

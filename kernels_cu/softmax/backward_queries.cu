@@ -9,24 +9,28 @@
 // grid      softmax.py launches a block for every tile of queries (Work in softmax_work.cuh) of `works`, the longest
 //           first; a warp has 32 queries
 // smem      Shared: a tile of q, later of dq; a tile of do; a tile of o, later two tiles of k and v: one is multiplied
-//           while the next one is copied
+//           while the next one is copied. At most 99 KiB, which a block may have on sm_86
 // barriers  the block's work is in shared memory | q, do and o have arrived | o has been read, and L and delta are in
 //           shared memory; then one for each tile of keys: it has arrived, and all warps have read the previous one
 // numerics  scores and p are computed again, in float32; p (dp - delta) is rounded to T for its product. delta is
 //           computed from the rounded o: where one key has nearly all the weight, dq and dk are small and carry this
-//           rounding. L, lse to base 2: see logarithm_or_infinity
+//           rounding
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that nothing is
 //           added atomically
 // limits    16-bit data; K, V <= D; D of 64, 128
+// tests     test_softmax_attention, also of Shared's size; test_compile (no spills)
 #include "softmax.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
 // From the includes:
 //   THREADS = 128, CHUNK_QUERIES = 64; CHUNK_STATISTICS: numbers of a chunk in `statistics`
-//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
-//   slope_of_cap: 1 - tanh^2, from the weight
-//   fetch: starts to copy tokens to a tile; store: stores a warp's sums, times a factor, by way of its rows of a tile
+//   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed<D, M, N, FEW>: d += A B^T, if FEW in fewer registers;
+//     multiply_rows: d += A B
+//   slope_of_cap: 1 - tanh^2, from the weight p = 2^(scale tanh - L); 0 if p is 0
+//   logarithm_or_infinity: L; infinity, so that weights are 0, if no key is seen (L is -infinity) or |L| is above 2^24
+//   fetch: starts to copy tokens to a tile, with zeros in rows and columns that do not exist: sums and products read
+//     these, too; store: stores a warp's sums, times a factor, by way of its rows of a tile
 //   each_value, each_two_values: call f for a lane's numbers of one Fragment, of two
 //   needs_mask: whether one of the rows does not see one of the columns; mask_rows: sets those numbers
 //   piece_of: the address of 8 numbers of a tile's row
@@ -40,7 +44,8 @@ template <typename T> struct Args {
   const Work* works;
   const float *lse, *dlse;
   float* statistics;
-  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position
+  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position,
+  // all if it is 2^30 (UNBOUNDED in softmax_tiles.py); chunks: of `statistics`, of a batch row
   i64 H, group, Tq, K, V, left, right, chunks;
   double scale, softcap;
   i64 vectors;  // whether all rows start and end at multiples of 16 bytes
@@ -66,7 +71,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written
   // The block's tile of queries: tokens work.start on, work.tokens of them. The other_... are the keys' sequence;
-  // first_tile, tiles: its tiles of KEYS keys that the queries see.
+  // first_tile, tiles: its tiles of KEYS keys that the queries see; statistics_chunk: the tile's first chunk.
   const Work& work = s.work;
   const int row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x & 31;  // row: of the warp's first query in the tile
   // Functions, since there are too few registers to hold these numbers.
@@ -104,6 +109,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     }
     s.L[query] = L = logarithm_or_infinity(L);
     s.delta[query] = delta;
+    // Whole chunks, as the gradients of k, v and sinks read them: L is infinite and delta 0 after the sequence's end.
     if (query / CHUNK_QUERIES * CHUNK_QUERIES < work.tokens) {
       float* const to =
           args.statistics + (head * args.chunks + work.statistics_chunk + query / CHUNK_QUERIES) * CHUNK_STATISTICS;
@@ -148,5 +154,6 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     each_two_values<M, KEYS>(scores, dp, [&](float& x, float d, int m, int half, int) { x *= d - delta[m][half]; });
     multiply_rows<D, M, KEYS>(dq, scores, s.stages[stage].k);
   }
+  // By way of the warp's own rows of q, which no other warp reads: no barrier.
   store<D, 2>(dq, [&](int, int) { return float(args.scale); }, s.q, row, args.dq, work, args.K, args.vectors);
 }

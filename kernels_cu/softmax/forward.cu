@@ -6,13 +6,15 @@
 // shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], lse [B, H, Tq] float32 or null
 // grid      softmax.py launches a block for every tile of queries in the host's table `works` (Work in
 //           softmax_work.cuh), the longest first; a warp has 16 SIXTEENS queries
-// smem      Shared: a tile of q, later of o; two tiles of k and v: one is multiplied while the next one is copied
+// smem      Shared: a tile of q, later of o; two tiles of k and v: one is multiplied while the next one is
+//           copied. At most 99 KiB, which a block may have on sm_86
 // barriers  one: the block's work is in shared memory; one for each tile of keys: it has arrived, and all warps have
 //           read the previous one
 // numerics  scores, m, l and o in float32; e^(s - m) is rounded to T before it multiplies v
 // source    Dao et al., "FlashAttention", 2022, algorithm 1; Dao, "FlashAttention-2", 2023, section 3.1: o / l at the
 //           end
 // limits    16-bit data; K, V <= D; D of 64, 128
+// tests     test_softmax_attention, also of Shared's size; test_compile (no spills)
 #include "softmax.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
@@ -21,7 +23,8 @@
 //   THREADS = 128
 //   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
 //   RowMaximum, row_end: a row's largest score, its results at the end
-//   fetch: starts to copy tokens to a tile; store: stores a warp's sums, times a factor, by way of its rows of a tile
+//   fetch: starts to copy tokens to a tile, with zeros in rows and columns that do not exist: sums and products read
+//     these, too; store: stores a warp's sums, times a factor, by way of its rows of a tile
 //   each_value: calls f for a lane's numbers of a Fragment; weigh: makes weights of a row's scores, and updates its sum
 //   needs_mask: whether one of the rows does not see one of the columns; mask_rows: sets those numbers
 //   size_of_scale: |scale| log2 e, at least 1e-37; tanh_of: tanh
@@ -37,7 +40,8 @@ template <typename T> struct Args {
   const Work* works;
   float* lse;
   const float* sinks;  // [H] or null
-  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position
+  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position,
+  // all if it is 2^30 (UNBOUNDED in softmax_tiles.py)
   i64 H, group, Tq, K, V, left, right;
   double scale, softcap;
   i64 vectors;  // whether all rows start and end at multiples of 16 bytes
