@@ -4,9 +4,10 @@
 //           to its end: products of e^g of the log gates in between
 // shapes    args: g and beta, Rows of one number for each token, g.p null without gates, beta.p never; wide_gate and
 //           wide_beta, whether these are float32 (otherwise T); scale; normalized (see Gates)
-// barriers  waits for outputs_ready of the stage's previous chunk and, if args.normalized, for full; arrives at
-//           decays_ready
+// barriers  waits for outputs_ready of the stage's previous chunk and, if args.normalized, for full; each lane
+//           arrives at decays_ready
 // limits    sm_90a
+// tests     those of scalar_chunks.cuh
 #include "delta/sm90/scalar_stage.cuh"
 
 // From the includes:

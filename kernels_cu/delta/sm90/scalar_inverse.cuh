@@ -1,20 +1,24 @@
 // what      Two warps that invert I + diag(beta) M, one of even and one of odd chunks, in Hopper's kernels of the delta
 //           rule with one gate per token and head, or none.
-// math      M_ij = D_ij k_i . k_j for tokens j < i of a chunk's 32; N = (I + diag(beta) M)^-1; R = (I + M
-//           diag(beta))^-1. What is computed depends on the pass of the including kernel. store_scores has stored M in
-//           two ways: its diagonal blocks [16, 16], and M21, the block below the diagonal:
+// math      M_ij = D_ij k_i . k_j for tokens j < i of a chunk's 32, D_ij the decay from after j through i; N = (I +
+//           diag(beta) M)^-1; R = (I + M diag(beta))^-1. Past the last token k and beta are 0, and so is M. What is
+//           computed depends on the pass of the including kernel (scalar_stage.cuh). store_scores has stored M in two
+//           parts, its diagonal blocks [16, 16] and M21, the block below the diagonal:
 //           pass                                `inverse`     in diagonal blocks  in place of M21
 //           FORWARD, SUMMARY                    N diag(beta)  -diag(beta) M       -M21
 //           BACKWARD_STATES, BACKWARD_SUMMARY   N             -diag(beta) M       -diag(beta) M21
 //           BACKWARD_TOKENS                     R             -M diag(beta)       -M21 diag(beta)
 //           Diagonal blocks of N or R come from forward substitution. In every pass inverse21 = inverse22 X inverse11,
-//           X in place of M21, and inverse12 = 0. inverse_to_end: row i of `inverse` times gates.key_end_factors[i]
-// shapes    `inverse` and inverse_to_end have a row for each key j: they are stored transposed, split. minus_beta_M has
-//           float32 diagonal blocks, and X, split, where M12 = 0 would be: rows 0 to 15, 16-bit columns 32 to 47, their
-//           rounding errors in columns 48 to 63
-// barriers  waits for scores_ready; arrives at inverse_ready
+//           X in place of M21, and inverse12 = 0. inverse_to_end: row i of `inverse` times gates.key_end_factors[i],
+//           the factor of k_i in Z
+// shapes    `inverse` and inverse_to_end have a row for each key j: they are stored transposed, split. minus_beta_M (in
+//           all passes) has float32 diagonal blocks, and X, split, where M12 = 0 would be: rows 0 to 15, 16-bit columns
+//           32 to 47, their rounding errors in columns 48 to 63
+// barriers  waits for scores_ready: then D, which `inverse` overwrites, and B of the stage's previous chunk have been
+//           read. All 32 lanes fence, as wgmma reads what each has stored, and arrive at inverse_ready
 // numerics  substitution in float32. A split matrix has sums of two numbers of T: rounded ones, and their errors
 // limits    sm_90a; T is bf16 or f16
+// tests     those of scalar_chunks.cuh
 #include "delta/sm90/scalar_stage.cuh"
 
 // From the includes:
@@ -23,10 +27,11 @@
 //     piece. at_byte_offset(array, offset): the address there
 //   left_operand_offset, right_operand_offset: a lane's offset for ldmatrix and stmatrix of the matrix [16, 16] at (0,
 //     0), shifted_offset: of the one at (row, column)
-//   split, store_split, rounding_errors; multiply_split(d, a, b): d += a b of split a and b
+//   split: sums as split operands; store_split<T, N>: stores sums of 16 rows, 16 N columns, split; rounding_errors: of
+//     two numbers that have been rounded; multiply_split(d, a, b): d += a b of split a and b
 //   RingPosition: a chunk's stage, and the parity to wait for. opaque(x): x, whose origin it hides, so that the
 //     compiler computes offsets again: that saves registers
-//   HAS_BETA: FORWARD or SUMMARY; IS_BACKWARDS: BACKWARD_STATES or BACKWARD_SUMMARY
+//   HAS_BETA: FORWARD or SUMMARY, where `inverse` is times beta; IS_BACKWARDS: BACKWARD_STATES or BACKWARD_SUMMARY
 
 // Forward substitution: x = column lane % 16 of the inverse of a diagonal block [16, 16], of the first 16 tokens for
 // lanes 0 to 15, of the last 16 for the others: x_i = I_i + sum_j minus_beta_M_ij x_j.
@@ -91,7 +96,7 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
         for (int part = 0; part < 2; ++part) {
           const int offset = key_offset ^ 32 ^ 16 * half ^ 64 * part;
           *reinterpret_cast<uint4*>(at_byte_offset(in.inverse_to_end, offset)) = {0, 0, 0, 0};
-          if constexpr (Memory::PASS == BACKWARD_TOKENS)  // other passes do not read N12
+          if constexpr (Memory::PASS == BACKWARD_TOKENS)  // read by wgmma; other passes' compute_B skips N12
             *reinterpret_cast<uint4*>(at_byte_offset(in.inverse, offset)) = {0, 0, 0, 0};
         }
     }
@@ -107,7 +112,7 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
     }
     multiply_split<T>(y, left, right);
     split<T>(left[0], left[1], y);
-    // BACKWARD_STATES: `opaque` has the offset computed again, as there is no register to keep it in.
+    // Passes that go backwards have no register to keep the offset in: `opaque` has it computed again.
     const int offset = IS_BACKWARDS<Memory> ? left_operand_offset(opaque(lane)) : left_offset;
 #pragma unroll
     for (int part = 0; part < 2; ++part)

@@ -6,10 +6,11 @@
 //           W_i = query_start_i q_i - sum_j B_ij key_start_j k_j;  Z_j = sum_i inverse_ij key_end_i k_i
 // shapes    For make_operands the including kernel's shared memory has Panel<T> minus_BE[2], of even and of odd chunks:
 //           -B_ij key_start_j. SUMMARY and BACKWARD_TOKENS call the functions of scores alone
-// barriers  scores wait for full and decays_ready, and arrive at scores_ready; operands wait for inverse_ready, and
-//           arrive at operands_ready. Named barrier 1, once a chunk: minus_BE is written, and what W, B and Z overwrite
-//           has been read
+// barriers  scores wait for full and decays_ready, and each thread arrives at scores_ready; operands wait for
+//           inverse_ready, and a lane of each warp arrives at operands_ready. Named barrier 1, once a chunk: minus_BE is
+//           written, and what W, B and Z overwrite has been read
 // limits    sm_90a; T is bf16 or f16
+// tests     those of scalar_chunks.cuh
 #include "delta/sm90/scalar_stage.cuh"
 
 // From the includes:
@@ -22,7 +23,8 @@
 //     matrix
 //   Values, Operand: a lane's part of [16 rows, 32 columns], as sums and as a left operand
 //   wgmma_fence_operand(d): the compiler reads no register of d before it. OVERWRITE, ACCUMULATE: d = a b, d += a b
-//   RingPosition: a chunk's stage, and the parity to wait for. HAS_BETA: FORWARD or SUMMARY
+//   RingPosition: a chunk's stage, and the parity to wait for. HAS_BETA: FORWARD or SUMMARY, where `inverse` is
+//     times beta
 //   warp_arrive: one lane arrives for its warp. fence_proxy_async: orders stores before what wgmma and copies read
 //     later
 

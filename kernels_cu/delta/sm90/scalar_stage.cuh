@@ -24,7 +24,8 @@
 //             inverse_to_end and D. gates[STAGES]: Gates; in BACKWARD_TOKENS they also have query_inverse and
 //             key_to_end, arrays of a number for each token. upcoming: Upcoming
 //           - the barriers below, one for each stage; in BACKWARD_TOKENS values_full are of its own number
-// barriers  of each stage, in the order in which its chunk passes them: who arrives -> who waits.
+// barriers  of each stage, in the order in which its chunk passes them: who arrives -> who waits;
+//           run_roles (scalar_chunks.cuh) has how many arrive.
 //           full: q and k have been copied: copies -> decays (if normalized), operands, consumers
 //           values_full: v or do has been copied: copies -> consumers
 //           decays_ready: D and Gates are complete: decays -> operands, consumers

@@ -15,6 +15,7 @@
 //           add_pair_products: behind a barrier of the warpgroup, after all its warps' store_pairs. store_gradients:
 //           behind the next one, after all add_pair_products, since dq and dk overwrite q and k
 // limits    sm_90a; T is bf16 or f16
+// tests     those of scalar_chunks.cuh
 #include "delta/sm90/scalar_chunks.cuh"
 #include "lanes.cuh"
 
