@@ -1,9 +1,14 @@
 // what      Shared by the kernels of RWKV models: sums over a block, activations, a step of the time mix, loads and
 //           stores of neighbours, floats as sums of half-precision terms.
+// tests     test_decode_kernels, test_rwkv_on_cuda, test_training_kernels
 #include "half_products.cuh"
 #include "lanes.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
+
+// From the includes:
+//   warp_sum: the sum, the same bits in every lane; inverse: 1 / x, 1 ulp; pack: two numbers in a word, the first one
+//     in its low half; load_in_turn: a load that the compiler does not move to an earlier place
 
 // The sum over the block of WARPS warps, the same bits in every thread; all threads call this, and it has one barrier.
 // s_parts: a number for each warp in shared memory, which the caller does not use again before another barrier.
@@ -17,7 +22,7 @@ template <int WARPS> __device__ __forceinline__ float block_sum(float x, float* 
   return sum;
 }
 
-// Two such sums with one barrier; without one if WARPS is 1.
+// Two such sums with one barrier; without one if WARPS is 1, so that no caller may count on it.
 template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float2* s_parts) {
   x = {warp_sum(x.x), warp_sum(x.y)};
   if constexpr (WARPS == 1) return x;
@@ -54,6 +59,7 @@ __device__ __forceinline__ float4 step_channel(float4& o, float4 old, float4 v, 
 }
 
 // -- loads and stores of 2, 4 or 8 neighbours as floats; addresses are aligned to their size, or to 16 bytes ----------
+// If a function does not ask for sizeof(X), its X has 16 bits; so has store4_terms' with several terms.
 template <typename X> __device__ __forceinline__ float2 load2(const X* x) {
   if constexpr (sizeof(X) == 4) return *reinterpret_cast<const float2*>(x);
   else {
@@ -116,8 +122,9 @@ template <> struct MultipliedAs<i8> {
 };
 
 // -- a float as a sum of TERMS numbers of a half type, each in an array of its own ------------------------------------
-// Three terms hold a float. Terms in float16 are in units (unit_of_term), which are TERM_STEP apart, so that their sum
-// has a larger range: term n counts unit_of_term(n).
+// A float is the sum over n of unit_of_term(n) * term n; three terms hold it. Who multiplies terms multiplies sums by
+// their units (rwkv6/batch_product.cu): 2048, 1 and 1/2048 of float16, for a larger range, else 1, as for a single term.
+// TERM_STEP is a power of two, so that dividing by a unit is exact. An x beyond the first of several terms becomes NaN.
 constexpr int FLOAT_TERMS = 3;
 template <typename X> constexpr float TERM_STEP = 1.f;
 template <> constexpr float TERM_STEP<f16> = 2048.f;
@@ -127,7 +134,8 @@ template <typename X, int TERMS> __device__ __forceinline__ constexpr float unit
 }
 
 // The unit in which the squares of the channel mix, and products of them, are stored if they are one number of type X:
-// float16 ends at 65504, and a square of 256 is larger.
+// float16 ends at 65504, and a square of 256 is larger. Several terms have units of their own. Who reads the products
+// multiplies them by it: rwkv6/gated_add.cu, norm_shift.cu, training/add_norm.cu.
 template <typename X, int TERMS = 1> constexpr float UNIT_OF_SQUARES = TERMS == 1 ? TERM_STEP<X> : 1.f;
 template <typename X, int TERMS = 1> __device__ __forceinline__ float relu_squared(float x) {
   return x <= 0.f ? 0.f : x * x * (1.f / UNIT_OF_SQUARES<X, TERMS>);  // NaN for NaN
