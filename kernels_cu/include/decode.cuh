@@ -123,8 +123,9 @@ template <> struct MultipliedAs<i8> {
 
 // -- a float as a sum of TERMS numbers of a half type, each in an array of its own ------------------------------------
 // A float is the sum over n of unit_of_term(n) * term n; three terms hold it. Who multiplies terms multiplies sums by
-// their units (rwkv6/batch_product.cu): 2048, 1 and 1/2048 of float16, for a larger range, else 1, as for a single term.
-// TERM_STEP is a power of two, so that dividing by a unit is exact. An x beyond the first of several terms becomes NaN.
+// their units (rwkv6/batch_product.cu): 2048, 1 and 1/2048 of float16, for a larger range, else 1, as for a single
+// term. TERM_STEP is a power of two, so that dividing by a unit is exact. An x beyond the first of several terms
+// becomes NaN.
 constexpr int FLOAT_TERMS = 3;
 template <typename X> constexpr float TERM_STEP = 1.f;
 template <> constexpr float TERM_STEP<f16> = 2048.f;

@@ -23,6 +23,7 @@
 //           above GROWTH, else 0
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
+// tests     test_value_gate; test_compile (no spills)
 //
 // From fragments.cuh and decays.cuh
 //   Math<T, PRODUCTS>   how data T are multiplied; Stored: the type of operands in memory

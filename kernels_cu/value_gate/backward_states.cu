@@ -9,8 +9,8 @@
 //           channel_growth, column_growth [B, heads, NC] float32: the largest sum over the chunk of one channel's
 //           (column's) gates above 0, in nats, or 0 if no gate is above 1 nat. Not padded: g, given_q, given_k [B, H,
 //           T, K], gv, given_v, given_do [B, H, T, V], the caller's arrays; initial, dht (the gradient of the last
-//           state), dh0 (of the initial one) [N, H, K, V] float32. chunk_states: every chunk's S before it, then every
-//           chunk's dS after it, in tiles of 64 x 64 (state_tile_index, backward.cuh)
+//           state), dh0 (of the initial one) [N, H, K, V] float32, N sequences of all batch rows. chunk_states: every
+//           chunk's S before it, then every chunk's dS after it, in tiles of 64 x 64 (state_tile_index, backward.cuh)
 // grid      value_gate.py launches a block for every (direction, sequence, head, tile of 64 channels, tile of 64
 //           columns), directions slowest; a warp for every 16 channels
 // smem      Stage, STAGES times: 32 tokens
@@ -19,6 +19,7 @@
 //           chunk is above BY_CHUNK (16 nats), it is computed token by token (by_token.cuh)
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
+// tests     test_value_gate; test_compile (no spills)
 //
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied; Stored, the type of operands in memory. A
 // product is D[16, 8] += A[16, 16] B[16, 8]: LeftData and RightData are a lane's part of A and B; load_left, and
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) fetch(step);
   StatePart added = {};   // what this chunk's tokens add
-  bool by_token = false;  // whether this chunk was computed token by token
+  bool by_token = false;  // whether this chunk was computed token by token, alike in all threads
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();

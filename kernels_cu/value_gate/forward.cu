@@ -6,7 +6,8 @@
 //           o_i = scale (F_i * (E_i q_i)^T S + sum_j A_ij F_ij * v_j);  S <- diag(decay of channels) S diag(decay of
 //           columns) + (k decayed to the chunk's end)^T (v decayed to it), with the decays over the chunk
 // shapes    q k g [B, H, T, K], v gv o [B, H, T, V], sums [B, H, T, V] float32, initial and final state [N, H, K, V]
-//           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V], both as logarithms (nats)
+//           float32, N sequences, or segments, of all batch rows; SegmentState: channel_decays [N, H, 2, K],
+//           column_decays [N, H, V], both as logarithms (nats)
 // schedules (gated/forward_storage.cuh) SinglePass: o and the final state, one launch for all channels. SplitChannels:
 //           the same, by a launch for every BK channels, whose outputs add up in `sums`. SegmentState: a segment's
 //           final state from zero and the logarithms of its decays, without q and o; scan_segments.cu joins segments
@@ -27,7 +28,7 @@
 //           computed pair by pair (score_chunk). If one of the warp's columns is, the values of an output's own
 //           sub-chunk are added one by one (sum_one_by_one). If either is, and the positive gates over the chunk of
 //           some channel and some column of the warp sum to more than BY_CHUNK (16 nats), the warp computes the chunk
-//           token by token (forward_by_token.cuh)
+//           again, token by token, and stores its outputs (forward_by_token.cuh)
 // source    Yang et al., 2024, section 4.1
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 // instances each schedule with T of bfloat16, float16, float32; gates of T or float32; PRODUCTS of 1, of float32 also 3
@@ -35,15 +36,20 @@
 //
 // From the includes:
 //   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o in accumulators
-//   copy_rows, copy_unaligned_rows: rows from memory to a tile; RESIDENT: how many blocks a multiprocessor is to have
+//   copy_rows, copy_unaligned_rows: rows from memory to a tile; RESIDENT: how many blocks a multiprocessor is to have;
+//     blocks_with_room: so many, if its shared memory has room
 //   WarpShare: a share of a warp, a span of 4 tokens; CHANNEL_PARTS: how many warps share its channels
 //   fetch_chunk_gates: starts copying a thread's gates; store_span_decays: stores the decays of spans, and returns
-//     whether a gate is above GROWTH; TokenDecays: a lane's decays, if kept; make_operands: stores decayed q and k
+//     whether a gate is above GROWTH; TokenDecays: decays of a lane's tokens, which make_operands computes if
+//     store_span_decays does not (kept_in_registers); make_operands: stores decayed q and k
+//   s.direct[key][part][token]: scores that no gate multiplies, as a token's with itself, over each part of the
+//     channels; state_q: the decayed queries that are multiplied with S; add_earlier_channels: adds the sum over
+//     earlier launches' channels, and stores it for later ones
 //   add_state_outputs_by_columns: o += q S; add_score_outputs_by_columns: o += A v; write_state_by_columns: the new S
 //   OperandOf<T>::Type: the type of operands in shared memory; place: the address of a number in a tile
 //   Tokens: rows in memory, read one number at a time, from tokens_at; ColumnsReader: loads pairs of tokens of the
 //     warp's columns; ChunkColumns: a warp's 16 columns of a chunk; decay_over_subchunk: of the lane's columns;
-//     four_lane_sums: sums over the 4 lanes that have a column; max_nan: NaN if one number is
+//     four_lane_sums(x).all: the sum over the 4 lanes that have a column; max_nan: NaN if one number is
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
@@ -68,7 +74,7 @@ template <typename T, typename G> struct Args {
   float* sums;             // SplitChannels: o of the channels of earlier launches; null if one launch has all channels
   float* channel_decays;   // SegmentState: sums of gates over all tokens, and zeros: scan_segments.cu adds both rows
   float* column_decays;    // SegmentState: such sums of the columns' gates, one row
-  i64 channel;             // the first channel of this launch
+  i64 channel;             // the first channel of this launch; of SplitChannels' first launch 0
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
   i64 bytes;               // the largest of 16, 8, 4 and 2 of which all rows' starts and lengths are multiples
 };
@@ -94,7 +100,7 @@ __device__ __noinline__ void store_unaligned(T* to, i64 stride, const T* tile, i
 }
 
 // The logarithm of a channel's decay over a chunk of `rows` tokens. If `decay`, the product, is 0 or infinite, it is
-// the sum of the gates.
+// the sum of the gates. Between 0 and float32's normal numbers there are none (-ftz).
 template <typename G> __device__ __noinline__ float log_decay(float decay, Tokens<G> gates, int channel, int rows) {
   if (decay > 0.f && decay < __uint_as_float(0x7f800000u)) return logf(decay);
   float sum = 0.f;
@@ -119,7 +125,7 @@ __global__ void __launch_bounds__(2 * BV,
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, sequence_head = blockIdx.x / tiles, H = u32(shape.H),
             count = u32(shape.count);
-  const u32 sequence = sequence_head / H, h = sequence_head % H, b = sequence / count;  // b: the batch row
+  const u32 sequence = sequence_head / H, h = sequence_head % H, b = sequence / count;  // b: row of `count` sequences
   if (!HAS_OUTPUTS && sequence % u32(args.segments) >= u32(args.computed)) return;
   const Span span = tokens_of(shape, sequence % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
@@ -138,7 +144,7 @@ __global__ void __launch_bounds__(2 * BV,
     // Scores, of which each is the sum of NUMBERS numbers: those above the diagonal stay 0.
     for (int index = threadIdx.x; index < s.NUMBERS * BT * s.LDA; index += THREADS)
       s.A[index] = from_float<typename OperandOf<T>::Type>(0.f);
-    if (Share::CHANNEL_PARTS == 1)  // then a warp has all channels of a token: part 1 of its direct scores stays 0
+    if (Share::CHANNEL_PARTS == 1)  // then no warp stores part 1 of direct scores: it stays 0
       for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
   }
 
@@ -173,7 +179,8 @@ __global__ void __launch_bounds__(2 * BV,
     cp_async_wait<0>();
     // Whether a gate that this thread has copied is above GROWTH or NaN; then, for the whole chunk and block.
     bool grows = store_span_decays<Share, BK>(s, decays);
-    // The chunk has been copied, and its spans' decays are stored; the previous chunk has been read.
+    // The chunk has been copied, and its spans' decays are stored; the previous chunk has been read: its gates of
+    // columns, and its outputs in the other stage of v, may be overwritten.
     grows = __syncthreads_or(grows);
     const bool more = token + BT < tokens;
     fetch_rows<BV, THREADS, T>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.token_stride,
@@ -181,14 +188,15 @@ __global__ void __launch_bounds__(2 * BV,
     cp_async_commit();
     if (more) fetch(token + BT, stage ^ 1);
     // Stores the decayed queries and keys, and s.decay, the channels' decays over the chunk (forward_operands.cuh).
-    // Last argument: whether decays are multiplied in the order for large gates, from the nearest span on.
+    // Last argument: whether decays are multiplied from the span nearest to the token on, the order that does not leave
+    // float32's range where gates are large. Without outputs always: then the other order is not compiled.
 #pragma unroll
     for (int index = 0; index < Share::SHARES_PER_WARP; ++index) {
       const Share share(index);
       if (share.exists()) make_operands<AfterWrite, PRODUCTS>(s, stage, share, decays, grows || !HAS_OUTPUTS);
     }
     if (more) fetch_next_gates(token + BT);
-    cp_async_commit();
+    cp_async_commit();  // one group for all of the next chunk, even if empty: wait<1> waits for the earlier ones
     cp_async_wait<1>();
     __syncthreads();  // the operands are stored; the columns' gates have been copied
 
@@ -233,7 +241,7 @@ __global__ void __launch_bounds__(2 * BV,
 #pragma unroll
       for (int p = 0; p < 4; ++p) sub_chunk_decays[p & 1][2 * m + (p >> 1)] = decay_over_subchunk(x[p]);
     }
-    // o[n / 2][n % 2][2h + p]: token 8n + 2t + p, column g + 8h. The products are those of forward_products.cuh here:
+    // o[n / 2][n % 2][2h + p]: token 8n + 2t + p, column g + 8h. The products are value_gate/forward_products.cuh's:
     // o = q S; S of the next chunk; o times the columns' decays, plus A v.
     Output<T> o = {};
     if constexpr (HAS_OUTPUTS) add_state_outputs_by_columns<PRODUCTS, T, BK>(o, S, state_q(s, stage));

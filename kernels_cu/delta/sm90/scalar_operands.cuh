@@ -7,8 +7,8 @@
 // shapes    For make_operands the including kernel's shared memory has Panel<T> minus_BE[2], of even and of odd chunks:
 //           -B_ij key_start_j. SUMMARY and BACKWARD_TOKENS call the functions of scores alone
 // barriers  scores wait for full and decays_ready, and each thread arrives at scores_ready; operands wait for
-//           inverse_ready, and a lane of each warp arrives at operands_ready. Named barrier 1, once a chunk: minus_BE is
-//           written, and what W, B and Z overwrite has been read
+//           inverse_ready, and a lane of each warp arrives at operands_ready. Named barrier 1, once a chunk: minus_BE
+//           is written, and what W, B and Z overwrite has been read
 // limits    sm_90a; T is bf16 or f16
 // tests     those of scalar_chunks.cuh
 #include "delta/sm90/scalar_stage.cuh"
