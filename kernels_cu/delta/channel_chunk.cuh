@@ -8,27 +8,29 @@
 //           by way of a border: that between the halves of 8, 16 or 32 tokens, level 0, 1 or 2. The row is in the later
 //           half and decayed from the border, the column is in the earlier half and decayed to it. A tile is [BT, BK]
 //           in shared memory, swizzled: place<BK>(tile, i, c) is the address of channel c of token i. float32 data are
-//           of type `single`, so that operands of tensor cores are loaded alike (operands.cuh). In code g is lane / 4
-//           and t lane % 4, but for a pointer g to log gates
+//           of type `single`, so that operands of tensor cores are loaded alike; a product of these is three in tf32
+//           (operands.cuh). In code g is lane / 4 and t lane % 4, but for a pointer g to log gates
 // order     Steps of a kernel, with a barrier of the thread block between two lines:
 //             set_lengths; sums of a block's own pairs (SumsOfPairs); block_decays
-//             each_border with store_level; the block's own pairs are stored
+//             each_border with store_level; the kernel stores the sums of the block's own pairs
 //             score_borders: pairs of two blocks
 //             solve, put_transposed
 //             multiply_triangles
+// limits    BK of 64, 128, 256; a thread block of 2 BK threads: a warp for every 16 channels
 // tests     test_delta_kernels; test_compile (no spills)
-// numerics  Tokens are divided by powers of 2 that bring their lengths to [1, 2). The squares of lengths, from which
-//           these powers come, are sums over tokens that have not been divided. Pairs of one block are multiplied in
-//           float32; the kernels decay the column token by token, as the recurrence does. Of 16-bit data, rows and
-//           columns of other pairs are rounded to float16, and so are keys decayed to the chunk's end. A decay is a
-//           product of the decays of the tokens in between, so that any gate is exact
+// numerics  Tokens, if normalized divided by their lengths, are divided by powers of 2 that bring these to [1, 2). The
+//           squares of lengths are sums over channels before that: one that is 0 or infinite tells no power. Pairs of
+//           one block are multiplied in float32; the kernels decay the column token by token, as the recurrence does.
+//           Of 16-bit data, rows and columns of other pairs are rounded to float16, and so are keys decayed to the
+//           chunk's end. A decay is a product of the decays of the tokens in between, so that any gate is exact
 #include "delta/chunk.cuh"
 
-// From chunk.cuh:
+// From chunk.cuh and its includes:
 //   BT = 32 tokens; place: an address in a tile; multiply_rows: products of 16 rows with 8 rows
 //   RowsReader: loads 8 rows of a tile as right operands; Reader(row, piece): what address a lane gives to ldmatrix
 //   Matrix: [32, 32] numbers, each the sum of NUMBERS: two for 16-bit data, REST apart. LDA: the distance of its rows;
-//     LD: that of a float matrix. put_split_pair: stores a pair so. Word, unpack_pair: two neighbouring numbers
+//     LD: that of a float matrix. put_split_pair: stores a pair so. Word, unpack_pair: two neighbouring numbers;
+//     word_of: two floats as a Word. Accumulators: a warp's sums [BT, 16 channels]
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 constexpr int BLOCK = 4;              // tokens of a block
@@ -76,7 +78,7 @@ __device__ __forceinline__ void put_four(single* to, float4 x) { *reinterpret_ca
 template <typename T> __device__ __forceinline__ void put_four(T* to, float4 x) {
   *reinterpret_cast<uint2*>(to) = {pack<T>(x.x, x.y), pack<T>(x.z, x.w)};
 }
-// Stores x as the sum of two numbers of T (Matrix, chunk_storage.cuh).
+// Stores x as a Matrix has it: of 16-bit T the sum of two numbers.
 template <typename T> __device__ __forceinline__ void put_split(T* to, float x) {
   *to = from_float<T>(x);
   if constexpr (sizeof(T) == 2) to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
@@ -155,7 +157,7 @@ template <int COLS, typename T> __device__ __forceinline__ float squares_of_rows
   return lane & 4 ? d[0][1] + d[1][1] : d[0][0] + d[1][0];
 }
 
-// Sets the lengths of the tokens of the warp's blocks in each of the tiles.
+// Sets the lengths of the tokens of the warp's blocks in each of the tiles, four at most.
 template <int BK, int TILES, typename T>
 __device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* const (&tiles)[TILES],
                                             bool normalized) {
@@ -177,9 +179,9 @@ __device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* 
 }
 
 // The sums over LANES neighbouring lanes, 16 or all 32, of each of PAIRS numbers, which `add` gets one after the other;
-// all lanes of a warp call it together. After the last one lane l holds `sum` of number l % 16. Two numbers that have
-// taken the same steps take the next one together: of two lanes each keeps one number, and adds the other lane's share
-// of it.
+// all lanes of a warp call it together; of a block's 64 lanes each warp has its own sums. After the last one lane l
+// holds `sum` of number l % 16. Two numbers that have taken the same steps take the next one together: of two lanes
+// each keeps one number, and adds the other lane's share of it.
 template <int LANES> struct SumsOfPairs {
   float waiting[4], sum;  // waiting[s]: a number that has taken s steps, and waits for another one
   int count = 0;
@@ -274,7 +276,8 @@ template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD],
   }
 }
 
-// A number of the block's for each lane l % PAIRS, in the gaps between the rows of its tokens.
+// Where a block's second warp, if BK is 256, leaves its sum of pair l % PAIRS to lane l of the first one, behind a
+// barrier of the thread block: in the gaps between the rows of M, which rows do not overwrite.
 template <int BK> __device__ __forceinline__ float& in_gap(float (&M)[BT][LD], const BlockTask<BK>& task) {
   static_assert(LD == BT + 4 && PAIRS == 4 * BLOCK);
   const int n = task.lane % PAIRS;
@@ -326,7 +329,7 @@ __device__ __forceinline__ Triangle identity() {
 // blocks such as X21 (rows 2, columns 1), 1 is the first 16 tokens, 2 the others. X11 and X22 come from forward
 // substitution, in float32; X21 is N22 (x21 + diag(weight) M21 X11), products of `single`. For these products two
 // blocks are stored transposed: X11 in `room`, where the caller may store the result afterwards, and N22 above M's
-// diagonal.
+// diagonal, where the caller has nothing. M stays until all warps that read N22 have met at a barrier.
 // inverts: x is the identity, so that X22 is N22; else another warp stores N22. `wait` waits until both are stored.
 constexpr bool INVERTS = true;
 template <typename T, class Wait>
@@ -452,8 +455,8 @@ __device__ __forceinline__ void load_left(Word<T> (&a)[NUMBERS][4], const float 
 
 // Calls f(i, j, {(X Y)_ij, (X Y)_i(j + 1)} for each Y) for all elements of the products [BT, BT], also above the
 // diagonal, where they are 0; j is even. X and all Y are lower triangles; `transposed`: the transposes of Y. T: the
-// type of operands; a float matrix X is split here. A warp's tasks are 16 rows by 8 columns each. Of the four products
-// of two sums of two, that of both errors is left out.
+// type of operands; a float matrix X is split here. At least four warps; a warp's tasks are 16 rows by 8 columns each.
+// Of the four products of two sums of two, that of both errors is left out.
 template <int THREADS, typename T, class X, class F, class... Y>
 __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... transposed) {
   constexpr int WARPS = THREADS / 32, TOGETHER = WARPS < 8 ? 8 / WARPS : 1;  // tasks of the same columns
