@@ -1,5 +1,6 @@
 // what      The gradients of the delta rules, token by token, with heads of at most 16 channels and columns. Without
-//           OUTPUTS what a segment of a sequence does to the gradient of the state after it: from dS to F^T dS + G'
+//           OUTPUTS the G' of a segment, which takes the gradient dS of the state after it to F^T dS + G' before it; F
+//           is small_forward.cu's
 // math      Template argument Rule; Dplr is RWKV-7's. With S' = diag(exp g_t) S_{t-1}, forwards o_t = scale S_t^T q_t,
 //           GatedDelta, Kda: e = v - S'^T k, S_t = S' + k (beta e)^T
 //           Dplr: p = S_{t-1}^T a, S_t = S' + b p^T + k v^T
@@ -13,19 +14,21 @@
 //           the given ones
 //           G' is the dS before a segment if that after it is zero, or, of the sequence's last one, dht
 // shapes    q k a b [B, H, T, K], v do dv [B, HV, T, V], g [B, HV, T] (GatedDelta) or [B, HV, T, K], beta [B, HV, T],
-//           states [N, HV, K, V]; gradients like their arrays; parts [2, B, HV, T, K]: dq and dk of every head of
-//           values, where args.group of them share a head of the rest, of the divided q and k. step_states [B, NC, HV,
-//           D D]: the state before each of the NC steps of 8 tokens of a batch row, in the order of lanes' registers.
-//           starts [2, segments, HV, K, V]: [0] the states before segments; [1] first G', each in the place of the
-//           segment before, which join_segments.cu then replaces by the gradient of the state after that segment
+//           states [N, HV, K, V]; gradients like their arrays; parts [2, B, HV, T, K]: if args.group heads of values
+//           share a head of the rest, terms of the gradients of the divided q and k, which sum_parts.cu adds up.
+//           step_states [B, NC, HV, D D]: the state before each of the NC steps of 8 tokens of a batch row, in the
+//           order of lanes' registers. starts [2, segments, HV, K, V]: [0] the states before segments; [1] G', each in
+//           the place of the segment before; then, from join_segments.cu, the gradients of the states after these
+//           segments
 // grid      a warp for every 512 / (D D) value heads of all sequences or segments, sequence slowest; a lane has 4
 //           channels of 4 columns of a state
 // smem      two stages, each of a step of 8 tokens and the state before it, which gradients overwrite; what is computed
 //           once for every token of a step: decays of channels, Factors, residuals, gradients of scalars
 // barriers  of warps. Forwards three a step: the step has been copied | decays and factors are in shared memory | the
-//           step has been read. Backwards four: the step and the state before it have been copied | decays and factors
-//           are in shared memory | residuals are, and the state has been read, which dv overwrites | gradients are in
-//           shared memory, and the step has been read
+//           step has been read. Backwards three: the step and the state before it have been copied | decays and factors
+//           are in shared memory | gradients are, and the step has been read. With OUTPUTS, before the last one:
+//           residuals are, and the state has been read, which dv overwrites | each token has been read, which its
+//           gradients overwrite
 // numerics  float32 throughout. The states within a step are computed again from that before it. If a state or gradient
 //           at a border of segments is not finite, since numbers grew when segments were joined, the last segment's
 //           lanes compute the whole sequence of this head, and those of other segments nothing
@@ -61,8 +64,8 @@ template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   StridedRows<const float> dht;  // null: zeros
   StridedRows<float> dh0;        // null: not wanted
   StridedRows<T> dq, dk, da, db, dv;
-  StridedRows<G> dg, dbeta;    // dg null: not wanted
-  float *step_states, *parts;  // parts null: dq and dk are those of all heads
+  StridedRows<G> dg, dbeta;    // dg null: not wanted, of GatedDelta only
+  float *step_states, *parts;  // parts null: only if args.group is 1; else heads would store the same dq
 };
 
 template <bool OWN_ERASURE, typename T, int D> struct ErasureTiles {
@@ -134,7 +137,8 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), P = int(args.P);
   const int channel = coord.lane / ACROSS<D> * BLOCK, column = coord.lane % ACROSS<D> * BLOCK;
   Work work = work_of(shape, blockIdx.x * StepTile<T, D>::HEADS + coord.head);
-  // Whether the last border of segments, in this direction, is not finite (join_segments.cu).
+  // Whether the last border of segments, in this direction, is not finite: then join_segments.cu has made its first
+  // channels NaN.
   const auto is_grown = [&](bool backwards) {
     const i64 n = backwards * shape.B * shape.count + work.n / P * P + (backwards ? 0 : P - 1);
     bool grown = false;
@@ -173,7 +177,8 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
     const LaneCoord<LANES<D>> coord(opaque(threadIdx.x));
     fetch(to, lane_rows(to, rows, head, coord.lane), coord.head, coord.lane, token, work.tokens - token, width, bytes);
   };
-  // Starts to copy the step that starts at `token`, and loads its scalars. backwards: what that walk alone reads, too.
+  // Starts to copy the step that starts at `token`, and loads its scalars, once take_step has stored those of the step
+  // before. backwards: what that walk alone reads, too.
   const auto fetch_step = [&](Storage& to, int token, bool backwards) {
     copy(to.k, args.k, keys, token, K);
     if constexpr (Rule::channel_gates) copy(to.g, args.g, work, token, K);
@@ -274,7 +279,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
       if (token + STEP < last_step) fetch_step(s.stages[stage ^ 1], token + STEP, false);
       float residual[BLOCK];
 #pragma unroll
-      for (int i = 0; i < STEP; ++i) next_state(S, S, in, i, residual);  // in place: a number depends on itself alone
+      for (int i = 0; i < STEP; ++i) next_state(S, S, in, i, residual);  // in place: a number needs itself, and sums
       __syncwarp();                                                      // the step has been read
     }
     cp_async_wait<0>();
@@ -290,7 +295,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
     Storage& in = s.stages[token / STEP % 2];
     take_step(in, true);
     if (token) fetch_step(s.stages[token / STEP % 2 ^ 1], token - STEP, true);
-    State S[STEP + 1];  // before each token, and behind the last one
+    State S[STEP + 1];  // before each token, and behind the last one; without OUTPUTS nothing that is stored needs it
     if (OUTPUTS) {
 #pragma unroll
       for (int n = 0; n < BLOCK; ++n) {
@@ -341,7 +346,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
 #pragma unroll
         for (int x = 0; x < BLOCK; ++x) {
           const float decayed = key.decays[c] * S[i][c][x];
-          float& number = dS[c][x];
+          float& number = dS[c][x];  // each line takes it as the lines before have left it
           dq[c] = fmaf(S[i + 1][c][x], do_[x], dq[c]), dk[c] = fmaf(number, written[x], dk[c]);
           if constexpr (DPLR) {
             da[c] = fmaf(S[i][c][x], dp[x], da[c]), db[c] = fmaf(number, residual[x], db[c]);

@@ -41,7 +41,7 @@ template <typename T, typename G, typename S> struct Args {
   StridedRows<const T> q, k, v, a, b;  // the token stride is not used; a and b: only for Dplr
   StridedRows<const G> g, beta;        // beta: only for GatedDelta and Kda
   StridedRows<T> o;
-  StridedRows<S> state;  // rows are channels
+  StridedRows<S> state;  // rows are channels, so that the token stride is that of channels
   const i64* slots;      // all different, since states change in place; null: sequence b has state b
   i64 H, K, V;           // H: heads of values
   i64 group;             // heads of values that share a head of queries and keys
@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Widest<T, S>, 
   S* const first_number = args.state.row(args.slots ? args.slots[b] : b, h, first_channel) + first_column + column;
   Piece state[LANE_CHANNELS] = {};
   // Calls f(piece, its distance in memory from the lane's first one, in pieces) for those of the lane's pieces that
-  // exist. Only of distances in pieces does the compiler see that stores of pieces are stores of 16 bytes.
+  // exist. In pieces, since the compiler then sees that a piece takes one store of 16 bytes; CHANNELS_AT_ONCE is a
+  // multiple of LANE_COLUMNS.
   const auto each_piece = [&](auto f) {
 #pragma unroll
     for (int n = 0; n < LANE_CHANNELS; ++n)
@@ -165,8 +166,8 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Widest<T, S>, 
     for (int n = 0; n < STEP_WARPS; ++n) sum += s.parts[n][which][index];
     return sum;
   };
-  // The number by which the token's k is multiplied when it is added to a column: v, or beta (v - S'^T k). `erased`:
-  // the column's number of S'^T k (Dplr: not used).
+  // The number by which s.k, which is not divided by its length, is multiplied when it is added to a column: v, or beta
+  // (v - S'^T k) / |k|, of the divided k. `erased`: the column's number of S'^T s.k (Dplr: not used).
   const auto written = [&](R erased, int index) {
     return Rule::own_erasure ? s.v[index]
                              : scalars.inverse_k_length * beta * (s.v[index] - scalars.inverse_k_length * erased);

@@ -31,14 +31,14 @@
 // either kind from a tile of shared memory: a left operand from 16 rows of queries, TRANSPOSED two right ones from 16
 // rows of keys, each of 16 channels. multiply(d, left, right) is d[query, key] += their product over these channels.
 // From intra_decays.cuh: WARP_ROWS = 16 tokens of a warp, SUB_CHUNK = 8; ROW<BK>: the distance of rows in shared
-// memory; WIDTH<T>: a lane's neighbouring channels, a Piece<WIDTH, T>: load, put, and decays of these for all 16
-// tokens. A lane has g = lane / 4 and t = lane % 4 throughout.
+// memory; WIDTH<T>: how many neighbouring channels a lane has, of a token a Piece<WIDTH, T>; load, put and the
+// functions of decays take those of all 16 tokens. A lane has g = lane / 4 and t = lane % 4 throughout.
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k;
   StridedRows<const G> g;
-  const float* u;  // [H, K], null for GLA
-  StridedRows<float> A;
+  const float* u;        // [H, K], null for GLA
+  StridedRows<float> A;  // rows start on 16 bytes
   Shape shape;
   i64 bytes;  // 16, 8, 4 or 2: all rows of q, k and g start at multiples of so many bytes, and are multiples long
 };
@@ -58,8 +58,8 @@ template <int BK> struct alignas(16) Shared {
   // end of their 16 tokens.
   float k[ROWS<BK> * ROW<BK>];
   float keys_decay[WARPS<BK>][BK];  // the decay over each 16 tokens whose keys are in k
-  // For each warp the decay from the end of the 16 keys that it uses next to the start of its own 16 tokens: 1 at
-  // first, when these keys are the 16 tokens right before its own; later over all tokens whose keys it has used.
+  // For each warp the decay over the tokens between the 16 keys that it uses next and its own 16 tokens: 1 at first,
+  // when these keys are right before its own; later over all tokens whose keys it has used.
   float gap_decay[WARPS<BK>][BK];
 };
 
@@ -164,7 +164,8 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
     __syncwarp();  // queries and keys for the border after 8 tokens are stored
     each_16_channels([&](auto& queries, auto& keys) { multiply(border_scores, queries, keys[0]); });
     __syncwarp();  // they have been read
-    // From borders of sub-chunks to borders of the 16 tokens: the second sub-chunk's queries, the first one's keys.
+    // From borders of sub-chunks to borders of the 16 tokens: the second sub-chunk's queries, the first one's keys. A
+    // lane multiplies channels that it has stored itself.
     multiply_sub_chunk<BK>(q + SUB_CHUNK * ROW<BK> + channel, sub_chunk_decays[0]);
     multiply_sub_chunk<BK>(k + channel, sub_chunk_decays[1]);
     float both[W];
@@ -216,7 +217,8 @@ __device__ __forceinline__ void store_earlier_keys(float* k, float* keys_decay, 
 __device__ __forceinline__ float2 load_float2(const float* x) { return *reinterpret_cast<const float2*>(x); }
 
 // Adds to d[n] the scores of the warp's 16 queries with the n-th 16 keys in s.k, n < `count`, laid out as `within` is.
-// Multiplies s.gap_decay by the decays over these keys, for the keys before them, which come next.
+// Multiplies s.gap_decay by the decays over these keys, for the keys before them, which come next: the latest keys are
+// the first, and `decays` grows by each.
 template <typename T, int BK>
 __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Shared<BK>& s, int warp, int count) {
   const int lane = threadIdx.x & 31, t = lane & 3;
@@ -297,7 +299,7 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
                             int(shape.K)};
   };
   for (int channel = lane; channel < BK; channel += 32) s.gap_decay[warp][channel] = 1.f;
-  if (first_row < span.stop) {
+  if (first_row < span.stop) {  // a warp without rows stores keys of other groups, and comes to the barriers
     float d[2][4] = {};
     score_within<ReadOrder, T, G, BK>(d, s.q + warp * WARP_ROWS * ROW<BK>, k, s.keys_decay[warp],
                                       tokens_from(first_row), args, args.u ? args.u + h * shape.K : nullptr);
