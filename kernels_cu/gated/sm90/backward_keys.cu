@@ -1,9 +1,11 @@
 // what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, with the gradient dS [K, V] of the state
 //           S in registers. Computes dk, dv, the gradient dg of the log gates, and the initial state's gradient dh0.
-// modes     ReadOrder, OneEach, InTurn, joined (segments 0 and 1), units: as in backward_queries.cu
+// modes     ReadOrder, OneEach, InTurn, units: as in backward_queries.cu
+//           joined         of a launch, OneEach with P = 3 only: half of the blocks have segments 0 and 1, as one, of a
+//                          multiple of CHECKPOINT_EVERY tokens (short_segment in segments.py)
 //           BK = 64, 128   consumers make dv, or a warpgroup of its own does (HAS_SCORE_WARPGROUP)
-//           by_token       of a chunk and all of the block: a flag of the first pass is set, or dS is too large for
-//                          float16 data. Such a chunk goes through the same phases of all barriers
+//           by_token       of a chunk, for all threads of the block alike: a flag of the first pass is set, or dS is
+//                          too large for float16 data. Such a chunk goes through the same phases of all barriers
 // math      per chunk of 32 tokens in four sub-chunks of 8, dS being the gradient of the state S' after it and S the
 //           state before it. Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j +
 //           1 to i, E_i over those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
@@ -43,11 +45,12 @@
 //             s.dS and the product with v take dS before it is decayed     test_gradient_kernels, test_compile
 //             `down` takes back every `up`                                 test_gradient_kernels, test_large_values
 //             dk and dg are stored after the wait for `within`             test_gradient_kernels
-//             kept_ratio is 2^-7 before chunks with large growth           test_growth
+//             kept_ratio is 2^-7 from the walk's first chunk by token on   test_growth
 //           Any other order serves registers and latencies: test_compile fails where a kernel spills more
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
 //           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
-//           unless it is larger than kept_ratio c; kept_ratio is infinite, or 2^-7 before chunks with large growth
+//           unless it is larger than kept_ratio c; kept_ratio is infinite, or 2^-7 once a chunk has been
+//           computed token by token, in this walk or in later segments
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 // instances, tests  those of backward_queries.cu
@@ -61,10 +64,10 @@
 //   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of finds a pair in
 //                       an Operand
 //   LaneChunk           numbers [n][2h + p] of a lane: sub-chunk n, its channel h, the pair's token p
-//   LaneGates           a lane's gates, each twice in an operand; SECOND_NEGATED: the second time negated, here and in
-//                       GateCounts: two equal registers the assembler would copy for each product
+//   LaneGates           a lane's gates, each twice in an operand. SECOND_NEGATED: the second one is negated, and so is
+//                       that in GateCounts, which leaves products the same: the assembler copies equal registers
 //   GateCounts          how often a token's sum of gates has each gate: 0, 1, -1 (before a sub-chunk's middle), 1/2 or
-//                       -1/2 (GLA's middle halves a gate); `read`, `written`: masks of which operands are made
+//                       -1/2 (GLA's middle halves a gate)
 //   decays_from_*, decays_to_end: decays of tokens; decay_within, decay_queries, decay_keys: tokens times decays
 //                       (IN_FULL: not cut off to tf32); SubChunkDecays: over sub-chunks
 //   Across              operands, or sums, of pairs of tokens in different sub-chunks. by8[x]: queries of sub-chunk
@@ -88,7 +91,8 @@
 //                       false: none left
 //   wait_for            waits for an iteration's phase of its stage's barrier
 // From backward_scores.cuh and backward_keys_storage.cuh
-//   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands
+//   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands. multiply_rows: by
+//                       wgmma, so that all of the warpgroup calls it together
 //   score_offset        the byte offset in A of a lane's first score; score_value: a score, rounded to tf32
 //   ChannelStage, ValueStage: a chunk's arrays of K, of V numbers; WarpFlags: a byte for each warp of consumers
 // From backward_lookups.cuh, growth.cuh and query_share.cuh
@@ -110,7 +114,7 @@ constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 // be more accurate.
 template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_FLOAT16<T> ? sizeof(G) == 4 : BK == 128;
 
-// Whether a warpgroup of its own makes A and dv. With BK = 64 a multiprocessor has two blocks, and no registers for it.
+// Whether a warpgroup of its own makes A and dv. With BK = BV = 64 there are no registers for it.
 template <int BK> constexpr bool HAS_SCORE_WARPGROUP = BK == 128;
 constexpr int SCORE_WARPS = 4;  // of that warpgroup
 template <int BK> constexpr int CONSUMERS = 2 * BK;
@@ -164,9 +168,10 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, int ch
 
 // ---- a warpgroup that makes A and dv: a warp has 8 queries of A, and 16 of every 64 columns of dv ------------------
 
-// Computes A. Each warp multiplies its sub-chunk's queries and keys, and one block of queries and keys of different
-// sub-chunks. Warps 0 and 2: queries 16 to 31 by 8 keys from 0, or 8, on. Warps 1 and 3: the queries of sub-chunk 1, or
-// 3, by the keys of the sub-chunk before.
+// Computes A, and arrives at `within` once the operands of pairs within sub-chunks have been read: for a chunk without
+// A its caller arrives. Each warp multiplies its sub-chunk's queries and keys, and one block of queries and keys of
+// different sub-chunks. Warps 0 and 2: queries 16 to 31 by 8 keys from 0, or 8, on. Warps 1 and 3: the queries of
+// sub-chunk 1, or 3, by the keys of the sub-chunk before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
                                        int warp, int lane) {
@@ -390,9 +395,10 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   };
   if constexpr (Schedule::in_turn) s.places[warp].begin(args.shape);
   for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
-  __syncwarp();  // lanes that fetch_chunk has parted go on together, as wgmma in make_dA needs them
+  __syncwarp();  // lanes that fetch_chunk has parted go on together, as make_dA's multiply_rows needs them
   if (Schedule::in_turn ? count : tokens) make_dA(0, query_sum_of(0), flags_of(0));
-  // What this warpgroup does while consumers compute the chunk of an iteration. has_next: whether one follows.
+  // What this warpgroup does while consumers compute the chunk of an iteration. has_next: whether one follows, which
+  // `count` tells, as a warp is two chunks ahead or more (STAGES).
   const auto compute_chunk = [&](int iteration, int token, bool has_next) {
     hide_origin(lane);  // addresses are computed again, which is cheaper than to hold them in registers
     const float query_sum = has_next ? query_sum_of(iteration + 1) : 0.f;  // early, to hide the load's latency
@@ -423,13 +429,13 @@ template <class ReadOrder, typename T, typename G, int BK, int BV> struct Consum
   static constexpr int AHEAD = IS_FLOAT16<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
   // Whether products with dA within a sub-chunk come before the stores: what was measured to be faster.
   static constexpr bool SUM_FIRST = IS_FLOAT16<T> && !ReadOrder::reads_before_write;
-  // Sums over tokens by tensor cores would wait for dS's products in RWKV-6, and need more registers than float16
-  // leaves. With 128 channels dk's terms are added while they run.
+  // Whether tokens are summed without tensor cores: in RWKV-6 these sums would wait there for dS's products, and with
+  // float16 registers are too few. ADDS_LATE: with 128 channels dk's terms are added while tensor cores sum.
   static constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_FLOAT16<T>;
   static constexpr bool ADDS_LATE = !BY_SHUFFLES && BK == 128;
 };
 
-// c of this lane's two channels: sum_v S dS. stored: the checkpoint of S, at this thread's first numbers.
+// c of this lane's two channels: sum_v S' dS. stored: the checkpoint of S', at this thread's first numbers.
 template <int BK, int BV>
 __device__ __forceinline__ void sum_from_checkpoint(float (&carried)[2], const float4* stored,
                                                     const float (&dS)[BV / 2]) {
@@ -471,7 +477,7 @@ __device__ __forceinline__ void set_pairs_within(LaneSubChunk& dk, Shared<T, G, 
   for (int i = 0; i < 4; ++i) dk[i] = fmaf(key_decays[i], sum[i], self_terms[i]);
 }
 
-// Sets, for each key, the sums over queries of other sub-chunks of dA_ij times these decayed queries.
+// Adds to `sums`, for each key, those over queries of other sub-chunks of dA_ij times these decayed queries.
 __device__ __forceinline__ void sum_over_queries(Across& sums, const Across& queries, const PairReader& dA_reader) {
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
@@ -514,7 +520,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(ldmatrix_offset());
   const i64 K = args.shape.K;
-  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: converted only once
+  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: else converted again
   const bool inside[2] = {channel < K, channel + 8 < K};
   // Offsets and masks of this thread (backward_lookups.cuh): from a table in shared memory, or computed again.
   const auto entry_of = [&](Lookup what) {
@@ -547,7 +553,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const auto wait_for_dv = [&](u32 iteration) {  // dv of the previous iteration is complete: s.dS has been read
     if (HAS_SCORE_WARPGROUP<BK> && iteration) wait_for(s.done, iteration - 1);
   };
-  // Computes a chunk. Returns false, after the waits at its start only, if it must be computed token by token.
+  // Computes a chunk. Returns false, after `carried` and the waits at its start, if it must be computed token by token.
   const auto compute_chunk = [&](u32 iteration, int token) {
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
@@ -693,7 +699,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     wait_for_dv(iteration);
     mbarrier_arrive(s.operands);
-    if ((Schedule::in_turn ? lane : threadIdx.x) == 0) kept_ratio = ROUNDING;  // no thread reads it in this chunk
+    // Read in later chunks, behind the barriers of compute_keys_by_token.
+    if ((Schedule::in_turn ? lane : threadIdx.x) == 0) kept_ratio = ROUNDING;
     const bool grew = reinterpret_cast<const bool*>(&s.flags[iteration & 1])[warp];
     compute_keys_by_token<ReadOrder, T, G, BK, BV>(dS, carried, s.query_sums[iteration & 1],
                                                    reinterpret_cast<float*>(s.dS), in.q, in.k, in.g, in.query_share,
