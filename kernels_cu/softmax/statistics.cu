@@ -7,7 +7,8 @@
 //           a query
 // smem      none
 // barriers  none
-// numerics  float32; delta is computed from the rounded o. L, lse to base 2: see logarithm_or_infinity
+// numerics  float32; delta is computed from the rounded o. L is infinite, so that weights are 0, after the
+//           sequence's end, where delta is 0, if no key is seen (lse is -infinity), or if |L| is above 2^24
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, line 19
 // limits    16-bit data; rows of whole 16 bytes
 #include "softmax_work.cuh"
