@@ -1,19 +1,20 @@
 // what      The delta rules' walks over prepared chunks of 32 tokens, for gradients. Forwards: the state S [K, V]
 //           before every chunk, and the residual of every token: its value minus what its key reads from the state;
 //           RWKV-7: what its vector a reads. Backwards: the gradient dS of the state after every chunk, dv, and
-//           dresidual, the gradient of beta times the residual (RWKV-7: of the residual). Without OUTPUTS, what a
-//           segment of a sequence does to a state, from S to F S + G, and to a state's gradient, from dS to
-//           F^T dS + G'. A launch computes both directions (BOTH), or one: the call itself ONLY_FORWARDS, which also
-//           writes o, and its pullback ONLY_BACKWARDS
+//           dresidual, the gradient of beta times the residual (RWKV-7: of the residual), which is also that of beta X
+//           (of Y) below. Without OUTPUTS, what a segment of a sequence does to a state, from S to F S + G, and to a
+//           state's gradient, from dS to F^T dS + G'. A launch computes both directions (BOTH), or one: the call itself
+//           ONLY_FORWARDS, which also writes o, and its pullback ONLY_BACKWARDS, whose host has F from the call
 // math      The kernels *prepare.cu make of every chunk a PreparedForGradients (prepared.cuh). E, W, Z and Zb have a
-//           row [K] for each token, B, H, R and L are [32, 32] and 0 above the diagonal. Zb, H and L: TWO_WRITES only.
+//           row [K] for each token, B, H, R and L are [32, 32] and 0 above the diagonal. TWO_WRITES: RWKV-7, which
+//           writes v and Y along different rows; it alone has Zb, H and L.
 //             D   decay  of each channel over the chunk
 //             E   E      reads S for residuals: keys times -1 (RWKV-7: vectors a), decayed from the chunk's start
-//             W   W      reads S for o, times scale: queries, decayed likewise, with what the chunk's writes take of S
+//             W   W      reads S for o, times scale: queries, decayed likewise, plus what o gets of Y, which reads S
 //             Z   Z[0]   beta X (TWO_WRITES: v) is written to S along its rows, decayed to the chunk's end
 //             Zb  Z[1]   likewise Y
 //             B   B[0]   what o gets of beta v (TWO_WRITES: of v), without scale
-//             H   B[1]   what o gets of Y, without scale; in W
+//             H   B[1]   what o gets of Y, without scale. W has scale H E in it: only the walk backwards reads H
 //             R   residual_matrix[0]   makes residuals of X (TWO_WRITES: of Y)
 //             L   residual_matrix[1]   makes residuals of v
 //           Forwards: Y = E S;  X = v + Y;  residual = R X;  S <- D S + Z^T beta X
@@ -34,7 +35,7 @@
 // barriers  one in is_whole: its threads agree whether a number is not finite; one a chunk: it has arrived, and the
 //           previous chunk has been read; these are two barriers if STAGES is 1
 // numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients, chunk_states and
-//           state_gradients are rounded to T
+//           state_gradients are rounded to T; errors of residuals are kept as `shapes` says
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
 // limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 1
 // tests     test_delta_kernels: test_gradients (BOTH), test_gradients_from_what_a_call_keeps (one direction),
@@ -49,9 +50,10 @@
 //   BT = 32 tokens, TILE = 64
 //   single: float32 data as a struct of its own, which chooses functions by its type (operands.cuh)
 //   Matrix<T>: [32, 32] numbers, each the sum of NUMBERS numbers of T: 2 of 16 bits, or 1 `single`
-//   State<BK>: a warp's 16 columns of a state
-//   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
-//     sums y; add_packed: y += x; multiply_packed: sums += M x
+//   State<BK>: a warp's 16 columns of a state; padded(V): V rounded up to a multiple of 64
+//   read_transposed: y += rows S, and, if given o and W, o += W S; read_twice: y[i] += rows[i] S for two i; write_rows:
+//     S += rows^T x; load_packed: operands x from a tile; pack_tokens: from sums y; add_packed: y += x;
+//     multiply_packed: sums += M x
 //   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
 //     its last state goes, null for nowhere. The walk's first segment starts from the given state. With OUTPUTS the
 //     others start from `starts`, and only the walk's last one has `to`; else they start from zeros, and `to` is in
@@ -59,7 +61,7 @@
 //     other segments have no tokens, and `to` is null
 //   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
 //   blocks_of_walk: how many blocks share a multiprocessor; tiles_of_warp: how many times 16 columns a warp has
-//   add_tokens: y += scale M^T x; word_of: two numbers rounded to T
+//   add_tokens: y += scale M^T x; word_of: two numbers rounded to T; pack, unpack: the same for 16 bits, and back
 //   each_number: calls f for a lane's numbers of a state; copy_prepared, copy_chunk: start copies of a chunk, of rows
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
@@ -77,15 +79,16 @@ template <typename T> struct Args {
   Shape shape;                                // H: heads of values; segments are sequences here
   i64 P;                                      // segments of a sequence
   double scale;
-  i64 bytes;  // 16, 8, 4 or 2: all rows of v, do and dv start on multiples of it, and are multiples long
+  i64 bytes;  // 16, 8, 4 or 2: all rows of v, o, do and dv start on multiples of it, and are multiples long
 };
 
 enum Directions { BOTH, ONLY_FORWARDS, ONLY_BACKWARDS };
 
 // The bytes FROM ... STOP - 1 of a prepared chunk that a walk reads, and values of v, or, BACK, of do. The chunk's
-// members follow each other in this order: R and L, RESIDUAL_BYTES, which the walk forwards reads with OUTPUTS; E, Z,
-// decay and beta, COMMON_BYTES, which both read; W, which the walk backwards and ONLY_FORWARDS read; B, which these
-// read with OUTPUTS; with TWO_WRITES H, which the walk backwards reads with OUTPUTS.
+// members follow each other in this order, that of PreparedForGradients (prepared.cuh), whose sizes these numbers
+// repeat: R and L, RESIDUAL_BYTES, which the walk forwards reads with OUTPUTS; E, Z, decay and beta, COMMON_BYTES,
+// which both read; W, which the walk backwards and ONLY_FORWARDS read; B, which these read with OUTPUTS; with
+// TWO_WRITES H, which the walk backwards reads with OUTPUTS.
 template <typename T, int BK, int BV, bool TWO_WRITES, bool BACK, Directions OF, bool OUTPUTS>
 struct alignas(16) Stage {
   using Chunk = PreparedForGradients<T, BK, TWO_WRITES>;
@@ -98,7 +101,7 @@ struct alignas(16) Stage {
   uint4 bytes[(STOP - FROM) / 16];
   T values[BT * BV];
 
-  // The chunk, of which only those bytes are in memory.
+  // The chunk, of which only those bytes are here: where other members would be, other data are.
   __device__ __forceinline__ Chunk& prepared() {
     return *reinterpret_cast<Chunk*>(reinterpret_cast<char*>(bytes) - FROM);
   }
@@ -111,10 +114,10 @@ template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, Directions OF
 };
 
 // Goes over the chunks of a segment in one direction; if BACK, the code's S is dS, and `values` are do. Steps that read
-// or write S are in walk.cuh; a warp has N times 16 columns, of which S, Y, P and packed operands are transposed
-// [columns, tokens or channels]. `block` is the number of the (segment, head, BV columns): of a head's `tiles` of BV
-// columns, the first `value_tiles` have columns of V, the others columns of F. `whole`: the sequence is walked as one
-// segment, not from the states in args.starts.
+// or write S are in walk.cuh; a warp has N times 16 columns (with OUTPUTS N is 1, and code for outputs takes index 0
+// only), of which S, Y, P and packed operands are transposed [columns, tokens or channels]. `block` is the number of
+// the (segment, head, BV columns): of a head's `tiles` of BV columns, the first `value_tiles` have columns of V, the
+// others columns of F. `whole`: the sequence is walked as one segment, not from the states in args.starts.
 template <int STAGES, bool TWO_WRITES, int BK, int BV, bool BACK, Directions OF, bool OUTPUTS, typename T>
 __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTPUTS> (&stages)[STAGES],
                                      const Args<T>& args, u32 block, u32 value_tiles, u32 tiles) {
@@ -188,7 +191,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
     const T* values_tile = stages[stage].values;
     if (++stage == STAGES) stage = 0;
     const int chunk = chunk_of(step), token = BT * chunk;
-    // Stores the warp's 16 columns of the chunk's tokens (store_tokens, walk.cuh).
+    // Stores the warp's 16 columns of the chunk's tokens (store_tokens, walk.cuh). pair_at(i, across): this lane's pair
+    // of columns across + 2t and the next of token i + g, i and `across` being multiples of 8.
     const auto store = [&](const StridedRows<T>& to, const auto& pair_at, int width, int bytes) {
       store_tokens<T>(to.row(b, h, span.start + token) + first_column, to.token_stride, pair_at, tokens - token, column,
                       width, bytes);

@@ -1,5 +1,5 @@
-// what      Copies of rows of an array to a tile in shared memory, by cp.async where the alignment allows it, and
-//           products of tiles in tf32.
+// what      Copies of rows of an array to a tile in shared memory, by cp.async where the alignment allows it, and loads
+//           of such tiles as operands of products in tf32 (fragments.cuh).
 // numerics  EXACT (float32 data): an operand is two tf32 numbers, and three products keep 22 bits. float16 and bfloat16
 //           data are tf32 numbers already; float32 operands beside them are rounded to tf32
 #include "fragments.cuh"
@@ -13,9 +13,11 @@ constexpr int THREADS = 128;  // of a block: all of them call copy_tile together
 template <typename T, int COLS> constexpr int LD = COLS + (sizeof(T) == 2 ? 8 : 4);
 
 // Starts to copy a tile [ROWS, COLS], in pieces of BYTES bytes, from rows of `width` numbers, which are `stride` apart;
-// zeros from row `rows` and column `width` on. All rows are multiples of BYTES bytes. Pieces of 4 bytes or more are
-// copied in the background: the caller commits the group, waits for it, and has a barrier. A thread has one column of
-// pieces and every DOWN-th row.
+// zeros from row `rows` and column `width` on. from, `stride` and `width` are multiples of BYTES bytes. ROWS is a
+// multiple of DOWN, and COLS of a piece; ACROSS, the pieces of a row, divides THREADS, or is larger. Pieces of 4 bytes
+// or more are copied in the background, smaller ones at once: callers of both commit the group, wait for it, and have a
+// barrier. A thread has one column of pieces, or every THREADS-th one, and every DOWN-th row. LD: the tile's rows'
+// distance, a multiple of BYTES bytes, which callers give as LD<T, COLS> above.
 template <int BYTES, int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS < ACROSS ? 1 : THREADS / ACROSS;
@@ -42,7 +44,8 @@ __device__ __noinline__ void copy_small_pieces(T* tile, const T* from, i64 strid
   else copy_pieces<sizeof(T), ROWS, COLS, LD>(tile, from, stride, rows, width);
 }
 // Starts to copy [ROWS, COLS] of (batch, head) of `x` from row `first` and column `column` on; zeros from row `stop`
-// and column `width` on. All rows of x are multiples of `bytes`: 16, 8, 4 or 2.
+// and column `width` on. `bytes`: 16, 8, 4 or 2; rows of x start on multiples of it, and `column` and `width` are
+// multiples of it, in bytes.
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void copy_tile(T* tile, const StridedRows<const T>& x, i64 batch, i64 head, i64 first,
                                           i64 stop, i64 column, i64 width, i64 bytes) {
@@ -53,13 +56,15 @@ __device__ __forceinline__ void copy_tile(T* tile, const StridedRows<const T>& x
   else copy_small_pieces<ROWS, COLS, LD>(tile, from, x.token_stride, rows, columns, int(bytes));
 }
 
-// Operands of products of data of type T, and of the float32 numbers that these data are multiplied with.
+// Operands of products of data of type T, and of the float32 numbers that these data are multiplied with: 4 pairs of
+// numbers of a left operand, 2 of a right one.
 template <typename T> constexpr bool EXACT = sizeof(T) == 4;
 template <typename T> using LeftOf = Pairs<EXACT<T>, float, 4>;
 template <typename T> using RightOf = Pairs<EXACT<T>, float, 2>;
 
 // Loads a left operand from a tile [16, depth 16], or, TRANSPOSED, [depth 16, 16]; the depth is summed over. Numbers
-// are rounded to tf32, or split in two (`set` in fragments.cuh).
+// are rounded to tf32, or split in two (`set` in fragments.cuh). each_matrix (there): calls f(m, the lane's pair) for
+// the 8 x 8 matrices m of the tile, down first or to the right first, as stored or transposed.
 template <bool TRANSPOSED, class L, typename E>
 __device__ __forceinline__ void load_rounded(L& a, const E* tile, int ld) {
   each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.set(m, x...); });

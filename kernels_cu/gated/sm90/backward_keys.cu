@@ -1,11 +1,11 @@
 // what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, with the gradient dS [K, V] of the state
 //           S in registers. Computes dk, dv, the gradient dg of the log gates, and the initial state's gradient dh0.
-// modes     ReadOrder, OneEach, InTurn, units: as in backward_queries.cu
-//           joined         of a launch, OneEach with P = 3 only: half of the blocks have segments 0 and 1, as one, of a
-//                          multiple of CHECKPOINT_EVERY tokens (short_segment in segments.py)
+// modes     ReadOrder, OneEach, InTurn: as in backward_queries.cu
+//           joined         of a launch, OneEach with P = 3 only: half of the blocks have segments 0 and 1, as one
+//           units          of a chunk: query_share is stored in multiples of a power of 2, see shapes
 //           BK = 64, 128   consumers make dv, or a warpgroup of its own does (HAS_SCORE_WARPGROUP)
-//           by_token       of a chunk, for all threads of the block alike: a flag of the first pass is set, or dS is
-//                          too large for float16 data. Such a chunk goes through the same phases of all barriers
+//           by_token       of a chunk, alike in all threads of the block: a flag of the first pass is set, or dS is too
+//                          large for float16 data. In every role its code goes through the phases of all barriers
 // math      per chunk of 32 tokens in four sub-chunks of 8, dS being the gradient of the state S' after it and S the
 //           state before it. Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j +
 //           1 to i, E_i over those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
@@ -28,9 +28,10 @@
 //           backward_schedules.cuh. Warpgroups: one for every 64 channels (consumers); if BK = 128, one that makes A
 //           and dv; last, one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers
 //           make dv. BK and BV: K and V rounded up to 64 or 128
-// smem      backward_keys_storage.cuh
+// smem      backward_keys_storage.cuh, which also says what overwrites each array
 // barriers  mbarriers, defined in backward_keys_storage.cuh. A chunk's way, in time, and the barriers that end steps:
-//           last warpgroup   copies q, k, g, query_share (full), v and do (arrived); makes dA (dA_stored)
+//           last warpgroup   copies q, k, g, query_share (full), v and do (arrived); makes dA and, after a wait for the
+//                            previous chunk's operands, float_v (dA_stored)
 //           consumers        wait for full, dA_stored; store decayed queries and keys, and dS for dv (operands)
 //           makers of A      wait for operands; read queries and keys within sub-chunks (within); store A (scores); if
 //                            BK = 128: store dv over v (done)
@@ -45,12 +46,12 @@
 //             s.dS and the product with v take dS before it is decayed     test_gradient_kernels, test_compile
 //             `down` takes back every `up`                                 test_gradient_kernels, test_large_values
 //             dk and dg are stored after the wait for `within`             test_gradient_kernels
-//             kept_ratio is 2^-7 from the walk's first chunk by token on   test_growth
+//             after a chunk by_token kept_ratio is 2^-7                    test_growth
 //           Any other order serves registers and latencies: test_compile fails where a kernel spills more
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
 //           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
-//           unless it is larger than kept_ratio c; kept_ratio is infinite, or 2^-7 once a chunk has been
-//           computed token by token, in this walk or in later segments
+//           unless it is larger than kept_ratio c. kept_ratio is infinite, but 2^-7 after this walk's first chunk
+//           by_token, or from the start if a later segment has a flag: growth may have made dS so large that it counts
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 // instances, tests  those of backward_queries.cu
@@ -64,17 +65,18 @@
 //   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of finds a pair in
 //                       an Operand
 //   LaneChunk           numbers [n][2h + p] of a lane: sub-chunk n, its channel h, the pair's token p
-//   LaneGates           a lane's gates, each twice in an operand. SECOND_NEGATED: the second one is negated, and so is
-//                       that in GateCounts, which leaves products the same: the assembler copies equal registers
+//   LaneGates           a lane's gates, each twice in an operand; SECOND_NEGATED: the second one is negated, and so is
+//                       its count in GateCounts. If both were equal, the assembler would copy one for each product
 //   GateCounts          how often a token's sum of gates has each gate: 0, 1, -1 (before a sub-chunk's middle), 1/2 or
 //                       -1/2 (GLA's middle halves a gate)
 //   decays_from_*, decays_to_end: decays of tokens; decay_within, decay_queries, decay_keys: tokens times decays
-//                       (IN_FULL: not cut off to tf32); SubChunkDecays: over sub-chunks
+//                       (IN_FULL: not cut off to tf32); SubChunkDecays: sub[n] over sub-chunk n, after(n) from its end
+//                       to the chunk's end, all over the chunk
 //   Across              operands, or sums, of pairs of tokens in different sub-chunks. by8[x]: queries of sub-chunk
 //                       2x + 1, keys of 2x; by16[x]: queries of 2 + x, keys of x
 //   PairReader          add_queries(sum, queries, n, m): adds to the sums of keys of sub-chunk m the queries of
 //                       sub-chunk n times dA
-//   pair_index, self_weight_at: places in dA; pair_value: a number of it, rounded to tf32
+//   pair_index, self_weight_at: places in dA; self_weights: two numbers at the latter; pair_value: one, rounded to tf32
 //   load_operand, store_operand, store_chunk_values: move a warp's 16 of a panel's 64 channels
 // From states.cuh
 //   put_float_tile<warps>: a tile in float32; start_state_read_part, start_state_write start products that read dS or
@@ -98,10 +100,10 @@
 // From backward_lookups.cuh, growth.cuh and query_share.cuh
 //   computed_entry      offsets and masks of a thread (OFFSETS, FROM_MIDDLE, MASKS); s.lookups has the first LOOKUPS of
 //                       these entries, for which registers are too few; LookedUpCounts: GateCounts made of them
-//   compute_keys_by_token: a chunk token by token
+//   compute_keys_by_token: a chunk token by token; channel_sum: the sum over the four lanes of equal lane / 4
 //   add_query_share(dg, ...): adds query_share, and a term of each channel, by a product with an identity matrix, of
 //                       which identity_of_lane() is this lane's register
-// From ptx.cuh: hide_origin(x), opaque(x): x as a new number, so that what depends on it is computed again
+// From ptx.cuh: hide_origin(x), opaque(x): x, made once, of unknown origin: what depends on it is computed again
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
@@ -114,7 +116,7 @@ constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 // be more accurate.
 template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_FLOAT16<T> ? sizeof(G) == 4 : BK == 128;
 
-// Whether a warpgroup of its own makes A and dv. With BK = BV = 64 there are no registers for it.
+// Whether a warpgroup of its own makes A and dv. With BK = BV = 64 a multiprocessor has two blocks, too many for it.
 template <int BK> constexpr bool HAS_SCORE_WARPGROUP = BK == 128;
 constexpr int SCORE_WARPS = 4;  // of that warpgroup
 template <int BK> constexpr int CONSUMERS = 2 * BK;
@@ -168,10 +170,9 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, int ch
 
 // ---- a warpgroup that makes A and dv: a warp has 8 queries of A, and 16 of every 64 columns of dv ------------------
 
-// Computes A, and arrives at `within` once the operands of pairs within sub-chunks have been read: for a chunk without
-// A its caller arrives. Each warp multiplies its sub-chunk's queries and keys, and one block of queries and keys of
-// different sub-chunks. Warps 0 and 2: queries 16 to 31 by 8 keys from 0, or 8, on. Warps 1 and 3: the queries of
-// sub-chunk 1, or 3, by the keys of the sub-chunk before.
+// Computes A, and arrives at `within`; of a chunk without A the caller arrives. Each warp multiplies its sub-chunk's
+// queries and keys, and one block of queries and keys of different sub-chunks. Warps 0 and 2: queries 16 to 31 by 8
+// keys from 0, or 8, on. Warps 1 and 3: the queries of sub-chunk 1, or 3, by the keys of the sub-chunk before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
                                        int warp, int lane) {
@@ -308,7 +309,9 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
-  int lane = threadIdx.x & 31, count = 0;  // count: with InTurn, the chunks whose copies have been started
+  // count: with InTurn, the chunks whose copies this warp has started: at least STAGES from `iteration` on, while
+  // there are. So, STAGES being 2 or more, all warps agree whether a chunk follows: whether iteration + 1 < count.
+  int lane = threadIdx.x & 31, count = 0;
   // Where the chunk of an iteration lies: token_of is its first token in place_of. With InTurn place_of starts at the
   // chunk; else it is the block's segment.
   const auto place_of = [&](int iteration) -> const WorkTile& {
@@ -323,7 +326,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   // ends when the bytes are there; store_chunk returns when the tiles may be overwritten.
   const auto fetch = [&](int iteration) {
     const int stage = iteration % STAGES;
-    if (warp == 1) iteration += VALUE_STAGES - STAGES;  // v, do: more stages, copied earlier; `stage` may be negative
+    if (warp == 1) iteration += VALUE_STAGES - STAGES;  // v, do: copied earlier; `stage`, maybe < 0, is not used
     if constexpr (Schedule::in_turn) {
       if (!s.places[warp].next(args.shape, iteration)) return;
       ++count;
@@ -395,7 +398,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   };
   if constexpr (Schedule::in_turn) s.places[warp].begin(args.shape);
   for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
-  __syncwarp();  // lanes that fetch_chunk has parted go on together, as make_dA's multiply_rows needs them
+  __syncwarp();  // lanes that fetch_chunk has parted go on together, as make_dA's wgmma (multiply_rows) needs them
   if (Schedule::in_turn ? count : tokens) make_dA(0, query_sum_of(0), flags_of(0));
   // What this warpgroup does while consumers compute the chunk of an iteration. has_next: whether one follows, which
   // `count` tells, as a warp is two chunks ahead or more (STAGES).
@@ -429,8 +432,8 @@ template <class ReadOrder, typename T, typename G, int BK, int BV> struct Consum
   static constexpr int AHEAD = IS_FLOAT16<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
   // Whether products with dA within a sub-chunk come before the stores: what was measured to be faster.
   static constexpr bool SUM_FIRST = IS_FLOAT16<T> && !ReadOrder::reads_before_write;
-  // Whether tokens are summed without tensor cores: in RWKV-6 these sums would wait there for dS's products, and with
-  // float16 registers are too few. ADDS_LATE: with 128 channels dk's terms are added while tensor cores sum.
+  // Whether tokens are summed by shuffles. On tensor cores the sums would wait for dS's products in RWKV-6, and need
+  // more registers than float16 leaves. ADDS_LATE: dk's terms are added while tensor cores sum.
   static constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || IS_FLOAT16<T>;
   static constexpr bool ADDS_LATE = !BY_SHUFFLES && BK == 128;
 };
@@ -477,7 +480,7 @@ __device__ __forceinline__ void set_pairs_within(LaneSubChunk& dk, Shared<T, G, 
   for (int i = 0; i < 4; ++i) dk[i] = fmaf(key_decays[i], sum[i], self_terms[i]);
 }
 
-// Adds to `sums`, for each key, those over queries of other sub-chunks of dA_ij times these decayed queries.
+// Adds to `sums`, for each key, dA_ij times these decayed queries of other sub-chunks.
 __device__ __forceinline__ void sum_over_queries(Across& sums, const Across& queries, const PairReader& dA_reader) {
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
@@ -553,12 +556,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const auto wait_for_dv = [&](u32 iteration) {  // dv of the previous iteration is complete: s.dS has been read
     if (HAS_SCORE_WARPGROUP<BK> && iteration) wait_for(s.done, iteration - 1);
   };
-  // Computes a chunk. Returns false, after `carried` and the waits at its start, if it must be computed token by token.
+  // Computes a chunk. Returns false if it must be computed token by token: before, it has waited, set s.largest, and
+  // computed `carried` anew where a state is stored, no more.
   const auto compute_chunk = [&](u32 iteration, int token) {
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     const int next = token + CHUNK;
-    // From a stored state, c is computed anew, so that its rounding errors do not add up.
+    // From a stored state, c is computed anew, so that its rounding errors do not add up. Joined segments start so,
+    // too: their end is a multiple of CHECKPOINT_EVERY (segments.short_segment), else c would stay 0.
     if (next % CHECKPOINT_EVERY == 0 && (next < segment.tokens || is_joined)) {
       const int checkpoint = first_checkpoint(args.shape, segment) + next / CHECKPOINT_EVERY;
       sum_from_checkpoint<BK, BV>(carried, checkpoint_at<BK, BV>(args.checkpoints, checkpoint), dS);
@@ -670,6 +675,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     float state_term[2];                  // D sum_v S dS
     const uint4 masks = entry_of(MASKS);  // x, y: sum_earlier_tokens' operand; z: identity_of_lane()
     if (!Plan::ADDS_LATE) add_pairs_across(dk, from_state, over_queries, to_end, decays);
+    // dg_t has been k_t L_t dS v_t, and becomes the sum of these over j < t.
     if constexpr (Plan::BY_SHUFFLES) sum_tokens_by_shuffles<BEFORE_TOKEN>(dg, key_sums);
     else sum_earlier_tokens(dg, key_sums, {masks.x, masks.y});
     if (Plan::ADDS_LATE) add_pairs_across(dk, from_state, over_queries, to_end, decays);
@@ -699,9 +705,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     wait_for_dv(iteration);
     mbarrier_arrive(s.operands);
-    // Read in later chunks, behind the barriers of compute_keys_by_token.
+    // Reads for the chunk before have ended: 128 channels by wait_for_dv, 64 by the barrier in compute_chunk. Those for
+    // the next chunk follow the barriers of compute_keys_by_token.
     if ((Schedule::in_turn ? lane : threadIdx.x) == 0) kept_ratio = ROUNDING;
-    const bool grew = reinterpret_cast<const bool*>(&s.flags[iteration & 1])[warp];
+    const bool grew = reinterpret_cast<const bool*>(&s.flags[iteration & 1])[warp];  // this warp's flag
     compute_keys_by_token<ReadOrder, T, G, BK, BV>(dS, carried, s.query_sums[iteration & 1],
                                                    reinterpret_cast<float*>(s.dS), in.q, in.k, in.g, in.query_share,
                                                    values.v, values.do_, values.dA, u, scale, grew, CONSUMERS_BARRIER);

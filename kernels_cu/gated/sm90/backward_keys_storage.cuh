@@ -7,9 +7,10 @@
 //           that make A and dv; A
 // barriers  mbarriers. full: a ChannelStage has been copied; arrived: a ValueStage has; done: the chunk's results
 //           are stored; dA_stored: dA is stored, and so is v in float32; operands: the decayed queries and keys and the
-//           copy of dS for dv are stored, and the product of dS and v has ended; within: the queries and keys within
-//           sub-chunks have been read; scores: A is stored. Queries and keys "within sub-chunks" are those times their
-//           decays from the middle of their sub-chunk, for pairs in one sub-chunk
+//           copy of dS for dv are stored, and the product of dS and v has ended (makers of A wait for it, and makers of
+//           float_v for that of the chunk before); within: the queries and keys within sub-chunks have been read;
+//           scores: A is stored. Queries and keys "within sub-chunks" are those times their decays from the middle of
+//           their sub-chunk, for pairs in one sub-chunk
 // limits    sm_90a; T of bfloat16, float16; BK and BV of 64, 128
 //
 // Names. Tile<X, D> (chunk_copies.cuh): D numbers of type X of each of the chunk's tokens, swizzled; FloatTile: a Tile

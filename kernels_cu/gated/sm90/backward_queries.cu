@@ -81,7 +81,9 @@
 //                       store_query_share stores shares, sum_with_unit puts the exponent into a sum's lowest bits
 // From growth.cuh and ptx.cuh
 //   compute_queries_by_token: a chunk token by token
-//   hide_origin(x), opaque(x): x as a new number, so that what depends on it is computed again, not held in a register
+//   hide_origin(x), opaque(x): x as a number of unknown origin: what depends on it is computed again, not held in a
+//                       register, and x itself is not computed again
+//   channel_sum         the sum over the four lanes of a channel
 #include "gated/sm90/backward_schedules.cuh"
 #include "gated/sm90/growth.cuh"
 
@@ -589,7 +591,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     const int next = (iteration + 1 - chunks_before) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       // The state before the segment's token `next`. joined: also the one after segment 0, which lies in the middle of
-      // a block of the second pass.
+      // a block of the second pass; segments then start on multiples of CHECKPOINT_EVERY (segments.short_segment).
       float4* to = checkpoint_at<BK, BV>(args.checkpoints, checkpoint + next / CHECKPOINT_EVERY);
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};

@@ -18,8 +18,8 @@
 //             write the slot  o, when its products have ended
 //             arrive          empty, when all products have ended and row[0] has been read: a lane of every warp
 //             barrier         not SegmentState: all warps have written o
-//             store           one thread has o copied to memory; or all threads store it, in such a last chunk and if
-//                             threads_copy_rows, in which case they also refill the slot, and thread 0 did not
+//             store           one thread has o copied to memory. In such a last chunk all threads store it instead; if
+//                             threads_copy_rows, in every chunk, and then they, not thread 0, refill this chunk's slot
 //           A chunk token by token waits for full, multiplies, writes and arrives again for every fill, before that
 //           last barrier. One more barrier only separates two loops, see `consume`
 // numerics  S in float32; its product with q reads it rounded to bfloat16, or, if q, k and v are float16, cut off to
@@ -42,9 +42,10 @@
 //   unpack(x, from): loads 4 neighbouring floats
 // forward_storage.cuh and forward_schedules.cuh:
 //   T: the type of q, k, v and o; G: of the gates, or ScalarDecay. BK, BV: channels and columns of a block
-//   K_RANKS: how many blocks share the channels of every chunk, each with BK channels. CHUNK_RANKS: how many make the
-//     operands of chunks in turn. If either is 2, blocks copy operands to each other
-//   SegmentState: the schedule without queries and outputs, for the final states of segments
+//   K_RANKS: how many blocks make the operands of every chunk, each of BK channels; consumers of each of them hold all
+//     K_RANKS BK channels. CHUNK_RANKS: how many make the operands of chunks in turn. If either is 2, blocks copy
+//     operands to each other. SinglePass: both are 1; ClusterSplitK: K_RANKS is 2
+//   SegmentState: the schedule without queries and outputs, for the final states of segments; both ranks are 1
 //   work: the block's head, columns and tokens; its states `initial` and `final`, null if there is none
 //   Operands: of each stage q, k and the scores' tiles, one for each of K_RANKS blocks; scores_offset: the byte offset
 //     of a stage's scores in a tile that two stages share, else 0
@@ -55,8 +56,8 @@
 //     plus MORE_FILLS if the stage will be filled again for this chunk. A first fill holds no token, and has MORE_FILLS
 //   scan.skipped_decay: of SegmentState. narrow_work (forward_forgotten.cuh) skips a segment's first tokens if they and
 //     the state before them are forgotten at its end, and cuts the others in consecutive parts, one a block. This is
-//     the decay over the tokens that are skipped right before the block's part: 0 for the first part, if there are any;
-//     else 1
+//     the decay over the tokens that are skipped right before the block's part: 0 for the first part of a segment of
+//     which tokens are skipped, else 1
 //   threads_copy_rows: whether tokens have a negative stride. Then threads copy v by v_rows and store o by Args::o;
 //     else the tensor maps `v` and `o_boxes` do
 //   args.channel: the launch's first channel
@@ -65,9 +66,9 @@
 //   copy_of(x): x in a register of its own, not rounded: a tf32 product ignores the last 13 bits
 
 // Calls f(number, address) for every number of the state that this lane holds and that is inside [K, V], with its
-// address in `state` [K, V]. A warpgroup holds BK channels from `channel` on of 64 columns from `column` on. With t =
-// lane % 4, g = lane / 4: S[4n + 2h + p] is of the 8n + 2t + p-th of these channels and the 16 warp + g + 8h-th of
-// these columns.
+// address in `state` [K, V]. A warpgroup holds BK channels (here all: K_RANKS times a block's BK) from `channel` on of
+// 64 columns from `column` on. With t = lane % 4, g = lane / 4: S[4n + 2h + p] is of the 8n + 2t + p-th of these
+// channels and the 16 warp + g + 8h-th of these columns.
 template <int BK, typename P, class F>
 __device__ __forceinline__ void each_state_number(float (&S)[BK / 2], P* state, const Shape& shape, i64 channel,
                                                   i64 column, F f) {
@@ -215,8 +216,8 @@ __device__ __forceinline__ void put_output_row(T* tile, const float (&o)[16], in
 
 // Starts copying a chunk of v without a tensor map; for all threads of a warpgroup, which all arrive at `loaded`. At
 // first `tile` is unused, later it holds a chunk of o that has been stored: a thread overwrites only the 16-byte pieces
-// that it has stored itself. Rows from `rows` on and columns from `columns` on become zero. stride: the distance of
-// tokens in memory.
+// that it has stored itself (SegmentState: v, which by then all warps have read). Rows from `rows` on and columns from
+// `columns` on become zero. stride: the distance of tokens in memory.
 template <typename T>
 __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* from, i64 stride, int rows, int columns,
                                             MBarrier& loaded) {
@@ -228,7 +229,8 @@ __device__ __forceinline__ void copy_values(T (&tile)[CHUNK][PANEL], const T* fr
 }
 
 // What an instance holds in registers, and what it computes again. No result depends on it. Where a reason is a spill
-// or serialised products, it is NVRTC 13.5's for the instance that is named; ms are of an H200 at 4,4096,64,128.
+// or serialised products, it is NVRTC 13.5's for the instance that is named; ms are of an H200, with 4 sequences of
+// 4096 tokens, 64 heads, and 128 channels and columns.
 template <class Schedule, typename T, typename G, int BV> struct RegisterChoices {
   static constexpr bool ONE_BLOCK = Schedule::K_RANKS == 1;  // a lane has BK / 2 numbers of S; else BK, and BK is 128
   // Of multiply_scores_and_state: the state has two parts; else each operand is a part, which takes fewer registers.
@@ -397,10 +399,11 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     return one_by_one;
   }
 
-  // Computes a chunk token by token, after compute_chunk. The producers fill the stage again, with the operands of one
-  // row (make_tokens in forward_growth.cuh): RWKV-6 and SegmentState once a token; GLA twice, first with the token's
-  // decays and operands of 0, whose o of 0 is overwritten after the second fill. Because these are 32 or 64 fills, an
-  // even number, the stage's next chunk waits for the parity that it would wait for after a chunk of one fill.
+  // Computes a chunk token by token, after compute_chunk, which has left its v in registers: in the slot is o. The
+  // producers fill the stage again, with the operands of one row (make_tokens in forward_growth.cuh): RWKV-6 and
+  // SegmentState once a token; GLA twice, first with the token's decays and operands of 0, whose o of 0 is overwritten
+  // after the second fill. Because these are 32 or 64 fills, an even number beside the first one, the stage's next
+  // chunk waits for the parity that it would wait for after a chunk of one fill.
   __device__ __forceinline__ void compute_token_by_token(u32 chunk) {
     int row = MORE_FILLS;  // StageHeader::row[0]: the token's row, plus MORE_FILLS unless this is the last fill
 #pragma unroll 1
@@ -446,7 +449,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   }
 
   // Stores the state before a chunk in args.marks, for the backward pass, if the chunk's number is a multiple of
-  // args.mark_every, a power of two, which is mask + 1. Without marks both args.marks and args.mark_every are 0.
+  // args.mark_every, a power of two, which is mask + 1. Without marks both args.marks and args.mark_every are 0: then
+  // mask has all bits, and `consume` leaves its inner loop for no mark.
   __device__ __forceinline__ void store_mark(u32 chunk, u32 mask) {
     if (STORES_MARKS && args.marks && (chunk & mask) == 0) {
       const i64 state = (work.sequence * args.marks_per_sequence + chunk / (mask + 1)) * args.shape.H + work.head;
