@@ -9,8 +9,8 @@
 //           dk_s = sum over t of dA_ts E_ts q_t + F_s dS v_s;
 //           dv_s = sum over t of A_ts do_t + dS^T F_s k_s;  du = sum over t of dA_tt q_t k_t;
 //           dh0 = sum over t of scale E_t0 q_t do_t^T + F_0 dS, F_0 over all r;
-//           dg_r = the sum of the channel's terms whose decay has a_r: of dA_ts q_t E_ts k_s, q_t . S_0 do_t,
-//           k_s . dS v_s and S_0 . dS
+//           dg_r = the sum of the channel's terms whose decay has a_r: of dA_ts q_t E_ts k_s, scale E_t0 q_t .
+//           S_0 do_t, F_s k_s . dS v_s and F_0 S_0 . dS. RWKV-6: for s = t u takes the place of E_tt, also in dq, dk
 //           with gv every term also has its column's decay, made of gv as E_ts and F_s are of g: ev_ts between tokens
 //           s and t, such as in dA_ts = scale sum over columns of do_t ev_ts v_s. dgv_r = the sum of the column's
 //           terms whose decay has its gate r
@@ -28,8 +28,9 @@
 //           grows by more than 60 nats over a run of tokens, the excess is taken from the gates of all channels and
 //           added to those of all columns, or the other way round: neither decay is infinite where their product is not
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    sequences of at most 16 tokens; any K and V, with gv at most 2,560 (MOST_GATED)
-// instances T and G: float32, or T of 16 bits with G of T or float32; both orders, and GLA with gv (GATED)
+// limits    sequences of at most 16 tokens; any K and V, with gv at most 2,560 (MOST_GATED; value_gate.py asks)
+// instances T and G: float32, or T of 16 bits with G of T or float32; both orders, and GLA with gv (GATED): with gv a
+//           query reads the gate of its own token, which RWKV-6's does not
 // tests     test_short_sequences; with gv test_value_gate
 #include "lanes.cuh"
 #include "read_order.cuh"
@@ -93,7 +94,7 @@ struct Sequence {
 };
 
 // Calls f(i, four numbers) for i = 0, 4, 8, 12, as far as there are tokens: those of a channel or column in shared
-// memory.
+// memory. Numbers after the last token, up to three, must be zeros, or not be used.
 template <class F> __device__ __forceinline__ void each_four(const float* numbers, int tokens, F f) {
 #pragma unroll
   for (int i = 0; i < TOKENS; i += 4)
@@ -117,7 +118,7 @@ __device__ __forceinline__ float largest_of_warp(float x) {
 
 // Changes the tokens' shifts so that by these gates, of `width` channels or columns, no run of tokens grows by more
 // than MOST_GROWTH. sign * shift is added to each gate of a token (-1: channels, 1: columns). What these gates lose the
-// gates of the other side gain.
+// gates of the other side gain: those of channels, of which this is called first, may then grow by more again.
 template <typename G>
 __device__ __forceinline__ void limit_growth(Shared& s, const Sequence& sequence, const StridedRows<const G>& gates,
                                              int width, float sign) {
@@ -255,7 +256,8 @@ __device__ __forceinline__ Sums sum_over_tokens(const float (&q)[TOKENS], const 
 
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of data; G: that of gates and their
 // gradients. GATED: whether columns have gates gv, too. By the launch bounds a multiprocessor has registers for three
-// blocks, 168 a thread; GATED for two, 255 a thread.
+// blocks, 168 a thread; GATED for two, 255 a thread. Threads without a channel or column go through all loops, with
+// zeros: sums by shuffles and barriers need them.
 template <class ReadOrder, typename T, typename G, bool GATED>
 __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(const Args<T, G> args) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;

@@ -7,8 +7,8 @@
 //                                 minus the sum of the gates from i to m
 //           across sub-chunks     q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g after j to the end
 //                                 of its sub-chunk): queries of sub-chunk 1 with keys of 0, and 3 with 2 (`by8`);
-//                                 queries of 2 and 3 with keys of 0 and 1 (`by16`: times the decay of the sub-chunk
-//                                 between them, if there is one)
+//                                 queries of 2 and 3 with keys of 0 and 1 (`by16`: by way of the border between 1 and
+//                                 2, so queries of 3 also have the decay of sub-chunk 2, keys of 0 that of 1)
 //           across chunks         the same from the chunk's start, and to the chunk's end
 //           RWKV-6 reads the state before token i writes: its queries' sums end with gate i - 1.
 // shapes    A warp has 16 of its warpgroup's 64 channels and all tokens. With g = lane / 4 and t = lane % 4 a lane has
@@ -25,7 +25,8 @@
 //           e^88. In RWKV-6 three gates are inverted, and four for the first query and the last key, which are in no
 //           pair of the sub-chunk. Tensor cores sum gates: they multiply them by how often each counts (GateCounts: 0,
 //           1, -1, 1/2 or -1/2) and by log2 e. 16-bit gates are multiplied by log2 e as two numbers of their type;
-//           float32 gates are multiplied by it first and then split in two bfloat16 numbers.
+//           float32 gates are multiplied by it first and then split in two bfloat16 numbers. If a channel's gates
+//           above 0 sum to more than GROWTH_LIMIT, its chunk is computed token by token instead (growth.cuh).
 // passes    first: backward_queries.cu, forwards in time; second: backward_keys.cu, backwards in time. Before them, of
 //           sequences cut into segments, backward_segments.cu. states.cuh and backward_schedules.cuh include this file
 // tests     test_gradient_kernels; test_gradient_segments; test_growth_gradients (gates above 0); test_compile
@@ -314,7 +315,7 @@ __device__ __forceinline__ void decays_to_end(LaneChunk& to, const LaneGates<G, 
   exponentiate_sums(to, g, b);
 }
 
-// The decays over each sub-chunk, for this lane's two channels h.
+// The decays over each sub-chunk, for this lane's two channels h. Written, as Across is, for four sub-chunks.
 struct SubChunkDecays {
   float sub[NUM_SUBCHUNKS][2];  // [sub-chunk][h]
 
@@ -327,7 +328,7 @@ struct SubChunkDecays {
   }
   __device__ __forceinline__ float all(int h) const { return sub[0][h] * sub[1][h] * (sub[2][h] * sub[3][h]); }
 };
-// Sets d from log gates.
+// Sets d from log gates. Its operand b has no negated half: so it takes no gates with SECOND_NEGATED.
 template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& d, const LaneGates<G>& g) {
   const u32 b[2] = {GateFormat<G>::ONE[0] * 0x10001u, GateFormat<G>::ONE[1] * 0x10001u};
   sum_gates(g, b, [&](int n, const LaneSubChunk& sum) {
@@ -355,7 +356,7 @@ template <bool AS_MULTIPLIED> __device__ __forceinline__ float operand_value(flo
 
 // Sets `queries` and `keys` to their factors in sub-chunk n: e^(the sum of gates from the middle to the state that
 // query i reads), and e^-(the sum from the middle through the key's own gate). LOADED_CLAMPED: `gates` were loaded with
-// CLAMPED.
+// CLAMPED; such gates serve for this function only.
 template <bool LOADED_CLAMPED = false, class GateCounts, typename G, bool SECOND_NEGATED>
 __device__ __forceinline__ void decays_from_middle(LaneSubChunk& queries, LaneSubChunk& keys,
                                                    const LaneGates<G, SECOND_NEGATED>& gates, const GateCounts& counts,
@@ -502,7 +503,7 @@ struct PairReader {
   // Sums over these queries, for these keys: to_j += sum_i pairs_ij q_i.
   __device__ __forceinline__ void add_queries(LaneSubChunk& to, const LaneSubChunk& q, int queries, int keys) const {
     const float* from = pairs + 8 * CHUNK * queries;
-    // Query 2t + 1, a row of CHUNK pairs later, has its groups of 8 keys at places with the other bit 0: keys ^ 1.
+    // Query 2t + 1 is a row of CHUNK pairs later, where pair_index flips bit 0 of a group's place: keys ^ 1.
     const float first = from[queries_index ^ 8 * keys], second = from[(queries_index ^ 8 * (keys ^ 1)) + CHUNK];
     const u32 b[2] = {__float_as_uint(first), __float_as_uint(second)};
     multiply_pairs(to, q, b);

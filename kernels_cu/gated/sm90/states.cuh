@@ -5,15 +5,15 @@
 // shapes    A chunk has 32 tokens in four sub-chunks of 8. Lane 4 g + t of a warp has channels g and g + 8 of the
 //           warp's 16, by index h; of a state, S[4n + 2h + p] is channel g + 8h, column 8n + 2t + p. All threads of a
 //           warpgroup start products with states together
-// numerics  A product with a state takes the state in tf32, which has float32's range, or as two bfloat16 numbers, or
-//           as one float16 number. These roundings add up in the gate's gradient from chunk to chunk, so the first pass
-//           stores S every CHECKPOINT_EVERY tokens, and the second pass computes from each stored S anew what it
-//           carries from chunk to chunk, the sum over V of S dS. A chunk's addition to a state is a product in T. In
-//           bfloat16 its queries or keys are two numbers: the gate's gradient is a difference of what both passes
-//           compute from them, and a rounding error of one pass alone would remain in it. float16 has no numbers below
-//           6e-8. So queries that are added to dS are multiplied by a power of 2 that depends on the chunk's first gate
-//           (QueryScale). And dS is multiplied by a power of 2 that depends on its largest value before a product reads
-//           it (scale_to_float16).
+// numerics  A product with a state takes the state in tf32, which has float32's range (the first pass; the second where
+//           TF32_READ says so), or as two bfloat16 numbers or one float16 number, by T. These roundings add up in the
+//           gate's gradient from chunk to chunk, so the first pass stores S every CHECKPOINT_EVERY tokens, and the
+//           second pass computes from each stored S anew what it carries from chunk to chunk, the sum over V of S dS. A
+//           chunk's addition to a state is a product in T. In bfloat16 its queries or keys are two numbers: the gate's
+//           gradient is a difference of what both passes compute from them, and a rounding error of one pass alone
+//           would remain in it. float16 has no numbers below 6e-8. So queries that are added to dS are multiplied by a
+//           power of 2 that depends on the chunk's first gate (QueryScale). And dS is multiplied by a power of 2 that
+//           depends on its largest value before a product reads it (scale_to_float16).
 // limits    BK of 64, 128; BV of 64, 128
 // tests     those of backward_queries.cu
 //
@@ -36,16 +36,18 @@
 //     branches where V is BV
 #include "gated/sm90/decays.cuh"
 
-constexpr int CHECKPOINT_EVERY = 1024;  // tokens
+constexpr int CHECKPOINT_EVERY = 1024;  // tokens, in whole chunks; gated_backward.launch_hopper has memory for them
 
 // The index from which a sequence's stored states are counted: the state before its token n * CHECKPOINT_EVERY has this
-// index + n. Only states with n >= 1 are stored, so that no two sequences of a batch row share an index: the last one
-// of a sequence is at most its end / CHECKPOINT_EVERY, and the first one of the next sequence is greater.
+// index + n. Segments are such sequences, whose tokens count from work.start on. Only states with n >= 1 are stored, so
+// that no two sequences of a batch row share an index: the last one of a sequence is at most its end /
+// CHECKPOINT_EVERY, and the first one of the next sequence is greater.
 __device__ __forceinline__ int first_checkpoint(const Shape& shape, const WorkTile& work) {
   return int((work.batch * shape.H + work.head) * (shape.T / CHECKPOINT_EVERY + 1)) + work.start / CHECKPOINT_EVERY;
 }
 // The address of this thread's numbers S[0] ... S[3] of the stored state with index `number`. The thread's next four
-// numbers are 2 BK float4 later: a float4 for each of the 2 BK threads that hold the state.
+// numbers are 2 BK float4 later: a float4 for each of the 2 BK threads that hold the state, threads 0 to 2 BK - 1 of
+// both passes.
 template <int BK, int BV> __device__ __forceinline__ float4* checkpoint_at(float* checkpoints, int number) {
   return reinterpret_cast<float4*>(checkpoints + i64(number) * (BK * BV)) + threadIdx.x;
 }
@@ -67,10 +69,10 @@ __device__ __forceinline__ Scale scale_to_float16(float largest) {
 }
 
 // For a lane's two channels: `up`, the power of 2 by which queries are multiplied so that those decayed by the chunk's
-// first gate stay in float16's range, and its inverse `down`, by which their sum is multiplied; both 1 unless the
-// gate's decay is below 2^-8. Callers multiply dS by `up` before the queries are added to it, and by `down` after.
-// outer_decays: decays of queries from the start of their sub-chunk. RWKV-6: always 1, since its first query is not
-// decayed.
+// first gate stay in float16's range, and its inverse `down`; both 1 unless the gate's decay is below 2^-8, as
+// first_gate_is_strong has it, too. Callers multiply dS by `up` before the queries are added to it, and by `down`
+// after. outer_decays: decays of queries from the start of their sub-chunk. RWKV-6: always 1, since its first query is
+// not decayed.
 struct QueryScale {
   float up[2], down[2];
   bool is_one;  // for all channels of the warp
@@ -83,7 +85,8 @@ __device__ __forceinline__ QueryScale scale_of_queries(const LaneChunk& outer_de
     for (int h = 0; h < 2; ++h) {
       const float first = __shfl_sync(0xffffffffu, outer_decays[0][2 * h], threadIdx.x & 28);
       // 2^90 at most, so that dS times `up` stays in float32's range: chunks whose dS is LARGEST_DS = 2^29 or more do
-      // not come here (backward_keys.cu), and backward_segments.cu multiplies `up` by the chunk's decay first.
+      // not come here (backward_keys.cu), and backward_segments.cu multiplies `up` by the chunk's decay first, which
+      // leaves about 1 at most, as the first gate's decay is a factor of it.
       const int bounded = max(int(__float_as_uint(first) >> 23), 127 - 90),
                 exponent = bounded < 127 - 8 ? bounded : 127;
       s.up[h] = __uint_as_float(u32(254 - exponent) << 23), s.down[h] = __uint_as_float(u32(exponent) << 23);
@@ -118,7 +121,8 @@ template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[B
 // first the even ones, then the odd ones.
 template <int BV> using FloatTile = Tile<float, BV>;
 
-// Writes a FloatTile from a tile of T. WARPS warps share the rows; `warp` is the caller's number among them.
+// Writes a FloatTile from a tile of T, by ordinary stores: before a product reads it, its writers call
+// fence_proxy_async and arrive at a barrier. WARPS warps share the rows; `warp` is the caller's number among them.
 template <int WARPS, typename T, int BV>
 __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
   // PIECES: pieces of 8 columns in a row; ROWS: rows that a warp writes in a step; STEPS: steps for 8 rows.
@@ -143,7 +147,8 @@ __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV /
 
 // Starts part `part` of the product x[channel, token] = S tokens^T in tf32, which has NUM_SUBCHUNKS parts, since
 // callers start one beside the work of each sub-chunk; a part sums over BV / NUM_SUBCHUNKS columns. columns: registers
-// for the part's copy of S. First waits for the previous part, whose copy of S is in the same registers.
+// for the part's copy of S. First waits for the previous part, whose copy of S is in the same registers. Callers commit
+// no other group between parts, and wait after the last one before they read x.
 template <int BV>
 __device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / NUM_SUBCHUNKS][4],
                                                       const float (&S)[BV / 2], FloatTile<BV>& tokens, int part) {
@@ -330,7 +335,7 @@ template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuf
   }
 }
 
-// Loads the state that a block starts from; zeros if `given` is null.
+// Loads the state that a block starts from; zeros if `given` is null. channel: the lane's first one, of the head's.
 template <int BV>
 __device__ __forceinline__ void load_state(float (&S)[BV / 2], const float* given, const Shape& shape, int channel) {
 #pragma unroll

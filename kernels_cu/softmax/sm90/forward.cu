@@ -6,9 +6,10 @@
 //           mask; weights e^(S - m) with the running row maximum m; o = rescale * o + weights v. The product with v of
 //           one key tile runs while the weights of the next are computed
 // shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], lse [B, H, Tq] float32 or null
-// grid      softmax.py launches as many blocks as multiprocessors; a block computes the query tiles (Work in
-//           softmax_work.cuh) of its column of `works`, in turn. Two warpgroups consume, three if K = 64 without a cap,
-//           each 64 queries of the tile; in one more warpgroup a single thread, the producer, copies
+// grid      softmax.py, which has the same KEYS and QUERIES, launches as many blocks as multiprocessors; a block
+//           computes the query tiles (Work in softmax_work.cuh) of its column of `works`, in turn. Two warpgroups
+//           consume, three if K = 64 without a cap, each 64 queries of the tile; in one more warpgroup a single thread,
+//           the producer, copies
 // smem      Shared: rings of q (later o), k and v tiles, and the Work of each tile in the ring of q
 // barriers  q_full, k_full, v_full: a tile has arrived; k_empty, v_empty: all consuming warps have read it; q_empty: o,
 //           which has overwritten q, has been stored. Named: 1 + warpgroup (ZERO_ROWS_BARRIER, in zero_rows): zeros are
@@ -45,18 +46,19 @@
 //     16 of the warpgroup's 64 rows from `row` on. Boxes move them; or, if some are no tokens of `work`, the lanes do
 //   zero_rows: zeros in rows of other sequences. Every warpgroup writes all of them, so that none waits for another
 //   needs_mask<ROWS, COLUMNS>: whether one of ROWS queries does not see one of COLUMNS keys
-//   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift), with `factor`
-//     |scale| log2 e and `shift` m: factor times the x to which m was raised last, or NONE, a finite number below all
-//     scores, while the row has no key. RowMaximum{scale} is that of a row without a key. raise(x, scale, slack): sets
-//     m to the score of x if m grows by more than `slack`, and returns the factor for earlier weights: 1 if m stays, 0
-//     if m was NONE. If |m| > 2^27, `factor` is the next power of two, and factor x exact: scores this large differ by
-//     2^3 or more, so that by either factor other weights are at most 2^-8 of the largest. score_of(shift, scale) is m
-//     also then
+//   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift). `factor` is
+//     |scale| log2 e; if |m| > 2^27, the next power of two, by which factor x is exact: scores this large differ by 2^3
+//     or more, so that by either factor other weights are at most 2^-8 of the largest. `shift` is factor times the x to
+//     which m was raised last, and so m, or not quite with that power; score_of(shift, scale) is m of both. While the
+//     row has no key, as in RowMaximum{scale}, `shift` is NONE, a finite number below all scores. raise(x, scale,
+//     slack): if m grows by more than `slack`, sets m to the score of x, and so both members. It returns the factor for
+//     earlier weights: 1 if m stays, 0 if `shift` was NONE
 //   row_end(m, sum, sink): a RowEnd, of `factor`, by which o is multiplied (1 / the sum of all weights about m, 0 if
 //     the row sees no key), and `logarithm`, log2 sum_j e^s_ij
 //   Work: a tile of queries. `start`: its first token in q; `other_...`: the sequence of keys; `first_tile`, `tiles`:
-//     the first of the key tiles that the queries see, and how many: 0 ends the list; `diagonal`: the position of the
-//     first query among the keys; `output_batch`: `batch`, or another index for each part if keys are split
+//     the first of the key tiles that the queries see, and how many: 0 ends the list, so softmax_tiles.py gives queries
+//     without a key a tile, too, all masked; `tokens`: how many rows of the tile are queries; `diagonal`: the position
+//     of the first query among the keys; `output_batch`: `batch`, or another index for each part if keys are split
 //   start_tile_copy<BOX>: starts copying a tile by boxes of BOX tokens; `full` counts its bytes
 //   row_max, row_sum: over the four lanes that have a row; exp2_approx(x): 2^x; warp_uniform(x): x, which all lanes of
 //     the warp have, so that the compiler needs one register for it
@@ -302,7 +304,7 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
   multiply_values(accumulates);
   wait_for_values();
   finish_tile(previous_q_stage, {maximum[0].shift, maximum[1].shift}, sum);
-  if (lane == 0) tensor_store_wait();
+  if (lane == 0) tensor_store_wait();  // o has been read before the block's shared memory ends
 }
 
 template <typename T, int K, int V, bool CAPPED>
