@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import tracemalloc
 import zipfile
 from itertools import islice
@@ -227,6 +228,18 @@ def test_a_small_file_does_not_become_a_large_state(tmp_path):
             State.load(path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
+
+
+def test_a_dtype_that_ends_numpy_s_process_is_only_quoted(tmp_path):
+    """np.dtype("m8[s/0]") divides by zero: a file with it must not reach NumPy."""
+    path = tmp_path / "state.npz"
+    for dtype in ("m8[s/0]", "<M8[D/0]"):
+        header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': (1,), }}\n".encode()
+        with zipfile.ZipFile(path, "w") as file:
+            for name in npz():
+                file.writestr(f"{name}.npy", b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header)
+        with pytest.raises(ContractError, match=re.escape(f"has att_shift in '{dtype}', expected float32")):
+            State.load(path)
 
 
 def test_a_tuned_state_is_a_state(rng, tmp_path):

@@ -16,6 +16,8 @@ MAX_INDEX = 1 << 21  # the most bytes of a zip's directory, of a pickle, or of a
 WIDE = 0xFFFFFFFF  # a 32-bit field with this value has its number in a 64-bit field elsewhere
 MAX_AXES = 8
 MAX_HEADER = 1 << 10  # bytes of an .npy's header
+# Of other descriptions NumPy might end the process: "m8[s/0]" divides by zero.
+PLAIN_DESCR = re.compile(rb"[<>|=]?[a-zA-Z?]\d{0,3}")
 HEADER = re.compile(rb"\{'descr': '([^']{1,20})', 'fortran_order': (False|True), 'shape': \(([\d, ]{0,200})\), \} *\n")
 
 
@@ -43,7 +45,7 @@ class Record(NamedTuple):
         return SimpleNamespace(**dict(zip(self.names.split(), values, strict=True)))
 
 
-# size, start: of the directory; packed, unpacked: sizes of an entry; name, extra, comment: of what follows a record.
+# size, start: of the directory; packed, unpacked: sizes of an entry; name, extra, comment: lengths of what follows.
 END = Record(b"PK\5\6", "4H2IH", "_ _ _ count size start comment")
 END64 = Record(b"PK\6\6", "Q2H2I4Q", "_ _ _ _ _ _ count size start")
 LOCATOR64 = Record(b"PK\6\7", "IQI", "_ end64 _")  # the place of END64
@@ -57,8 +59,9 @@ ENCRYPTED, SIZES_FOLLOW = 1, 8  # bits of `flags`; the latter: the sizes are beh
 def directory(data) -> dict[str, tuple[int, int]]:
     """{name: (first byte, size)} of all entries, as the zip's directory says and the local headers confirm.
 
-    It refuses what other readers might read differently: the directory and its end records must be the end of the file
-    and agree with each other, names must be unique, entries must not be compressed, and checksums must be right.
+    It refuses much that other readers might read differently: the directory and its end records must be the end of the
+    file and agree with each other, names must be unique, entries must not be compressed, and checksums must be right,
+    or 0, as torch writes them if it is told to write none.
     """
     count, start, end = place_of_directory(data)
     entries, checksums, position = {}, {}, start
@@ -113,7 +116,7 @@ def place_of_directory(data) -> tuple[int, int, int]:
 
 def verify_checksums(data, entries, checksums):
     """FileError if the bytes of an entry have another checksum than `checksums` says; both dicts are by name."""
-    # Overlapping entries would let a small file keep the reader busy for long.
+    # Entries that share bytes would let a small file keep the reader busy for long: their sum is bounded.
     if (claimed := sum(size for _, size in entries.values())) > len(data):
         refuse(f"the entries claim {claimed} bytes of a file of {len(data)}", "entries that do not overlap")
     for name, (start, size) in entries.items():
@@ -177,7 +180,9 @@ def floats(data, span, name) -> np.ndarray:
 
 def dtype_name(descr: bytes) -> str:
     """The name of a dtype in an .npy's header, for an error."""
-    try:
-        return str(np.dtype(descr.decode()))
-    except (TypeError, ValueError, SyntaxError):
-        return shown(descr.decode("latin-1"))
+    if PLAIN_DESCR.fullmatch(descr):
+        try:
+            return str(np.dtype(descr.decode()))
+        except TypeError:
+            pass
+    return shown(descr.decode("latin-1"))
