@@ -293,13 +293,11 @@ def of_models():
             yield cls(T, S, depth)
     many = model_products.BatchProduct
     for T in many.DTYPES:
-        yield from (model_products.NarrowProduct(T, width) for width in model_products.NarrowProduct.WIDTHS)
         for kernel in dict.fromkeys(kernel for B in range(1, many.MOST + 1) for kernel in many.choices(T, B)):
             yield from (replace(kernel, DEEP=deep) for deep in (False, True) if kernel.may_be_deep or not deep)
     for T in HALF:
         yield from model_products.WideProduct.all(T)
         yield model_products.SquaredProduct(T)
-        yield from rwkv6.FiveMixes.all(T)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     for X in CTYPES:

@@ -347,47 +347,12 @@ def weights_of(rng, dtype, C, M, K):
     return rng.integers(-127, 128, (C, M, K)).astype(dtype), rng.uniform(0.01, 0.02, (C, M)).astype(np.float32)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", products.BatchProduct.DTYPES, ids=str)
-@pytest.mark.parametrize("B, K, M", [(3, 48, 35), (16, 2048, 160), (37, 2312, 40)])
-@pytest.mark.parametrize("width", products.NarrowProduct.WIDTHS)
-def test_products_of_few_rows_with_a_batch(hopper, rng, dtype, B, K, M, width):
-    kernel = products.NarrowProduct(dtype, width)
-    (w,), scales = weights_of(rng, dtype, 1, kernels.padded(M, 16), K)
-    x = rng.standard_normal((B, K)).astype(BFLOAT16 if dtype == np.int8 else dtype)
-    arrays = {"w": w, "scales": scales, "x": x, "y": np.full((kernel.PARTS, B, M), np.nan, np.float32)}
-    launched(hopper, kernel, kernel.blocks(B, M), arrays, B=B, K=K, M=M)
-    wanted = x.astype(float) @ w[:M].astype(float).T
-    if scales is not None:
-        wanted *= scales[0, :M]
-    close(arrays["y"].sum(0), wanted, 1e-6)
-
-
 def launched(device, kernel, blocks, arrays, **numbers):
     """Runs it on `arrays`, which are then what it left."""
     uploaded = {name: None if array is None else device.upload(array) for name, array in arrays.items()}
     at = {name: None if array is None else device.pointer(array) for name, array in uploaded.items()}
     device.launch(kernel, blocks, kernel.pack(**at, **numbers))
     arrays.update((name, host(array)) for name, array in uploaded.items() if array is not None)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("A", [6, 32, 40])
-@pytest.mark.parametrize("D", [48, 328])
-@pytest.mark.parametrize("B", [3, 16, 37])
-@pytest.mark.parametrize("batch", [64, 256])
-def test_five_mixes(hopper, rng, dtype, A, D, B, batch):
-    """Those of a larger batch, too, whose tiles are larger."""
-    kernel = kernels.FiveMixes.fitting(dtype, dtype, batch, A, hopper)
-    single = partial(rng.standard_normal, dtype=np.float32)
-    arrays = {"low": 0.5 * single((products.NarrowProduct.PARTS, B, 5, A)), "up": single((5, A, D)).astype(dtype)}
-    arrays |= {"maa": single((5, D)), "xx": single((B, D)), "d": single((B, D))}
-    arrays["mixed"] = np.full((5, B, D), np.nan).astype(dtype)
-    launched(hopper, kernel, kernel.blocks(B, D), arrays, B=B, D=D, A=A)
-    low = np.tanh(arrays["low"].sum(0, dtype=float)).swapaxes(0, 1)
-    mixes = arrays["maa"][:, None] + low @ arrays["up"].astype(float)
-    close(arrays["mixed"].astype(float), arrays["xx"] + arrays["d"] * mixes, ml_dtypes.finfo(dtype).eps / 2)
 
 
 @pytest.mark.pairwise

@@ -227,14 +227,14 @@ __device__ __forceinline__ void mbarrier_arrive_after_copies(MBarrier& b) {
 
 // ---- arithmetic of pairs, and stores of matrices ------------------------------------------
 
-// Values 2 PAIR and 2 PAIR + 1 of four int8 as bfloat16, exactly: 128 + the lower seven bits is a bfloat16 number, from
+// Two int8, the lower 16 bits of `two`, as bfloat16, exactly: 128 + the lower seven bits is a bfloat16 number, from
 // which 128 is subtracted, or 256 if the sign bit is set.
-template <int PAIR> __device__ __forceinline__ u32 bf16_of_i8(u32 four) {
+__device__ __forceinline__ u32 bf16_of_i8(u32 two) {
   u32 y;
-  asm("{\n.reg .b32 all, low, sign;\nprmt.b32 all, %1, 0x43, %2;\nand.b32 low, all, 0xff7fff7f;\n"
+  asm("{\n.reg .b32 all, low, sign;\nprmt.b32 all, %1, 0x43, 0x4140;\nand.b32 low, all, 0xff7fff7f;\n"
       "and.b32 sign, all, 0xff80ff80;\nsub.rn.bf16x2 %0, low, sign;\n}"
       : "=r"(y)
-      : "r"(four), "n"(PAIR ? 0x4342 : 0x4140));
+      : "r"(two));
   return y;
 }
 

@@ -29,7 +29,7 @@
 //     load4_of_block: from another block of the cluster; cluster_leave: all blocks have read each other's memory
 //   rows_of_tile, steps_of_part: the rows of the block's tile, the steps of its part of K; STACKS: stacks of a launch;
 //     SWIZZLED = 128 bytes of a row
-//   MultipliedAs: int8 weights are multiplied as bfloat16; bf16_of_i8: two of four int8 numbers so; FLOAT_TERMS = 3
+//   MultipliedAs: int8 weights are multiplied as bfloat16; bf16_of_i8: two int8 numbers so; FLOAT_TERMS = 3
 
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
 
@@ -128,8 +128,8 @@ template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][
 #pragma unroll
   for (int k = 0; k < DEPTH / 16; ++k) {
     const u16* const pairs = upper + (k ^ g) * 8 + t;  // the swizzled place of 16 bytes of a row
-    a[k][0] = bf16_of_i8<0>(pairs[0]), a[k][1] = bf16_of_i8<0>(pairs[8 * DEPTH / 2]);
-    a[k][2] = bf16_of_i8<0>(pairs[4]), a[k][3] = bf16_of_i8<0>(pairs[8 * DEPTH / 2 + 4]);
+    a[k][0] = bf16_of_i8(pairs[0]), a[k][1] = bf16_of_i8(pairs[8 * DEPTH / 2]);
+    a[k][2] = bf16_of_i8(pairs[4]), a[k][3] = bf16_of_i8(pairs[8 * DEPTH / 2 + 4]);
   }
 }
 

@@ -53,9 +53,7 @@ template <typename T> u32 pack(float low, float high) {
   return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
 }
 
-template <int PAIR> u32 bf16_of_i8(u32 four) {
-  return pack<bf16>(float(i8(four >> 16 * PAIR)), float(i8(four >> (16 * PAIR + 8))));
-}
+inline u32 bf16_of_i8(u32 two) { return pack<bf16>(float(i8(two)), float(i8(two >> 8))); }
 
 inline u32 fma_bf16(u32 x, u32 y, u32 z) {
   const auto of = [](u32 x, u32 y, u32 z) {

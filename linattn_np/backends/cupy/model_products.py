@@ -214,29 +214,6 @@ class SquaredProduct(ModelKernel):
         draft.launch(self, blocks, **maps, y=y, tokens=x.shape[0], M=w.shape[0], K=w.shape[1])
 
 
-class NarrowProduct(ModelKernel):
-    """The product of a matrix of few rows with a batch's vectors, on Hopper. It leaves PARTS parts: y [PARTS, B, M]."""
-
-    file = "rwkv6/narrow_product"
-    arguments = members("pointers w scales x y, int64s B K M")
-    shared_memory = ("Shared<{VECTORS}>",)
-    ROWS: ClassVar[int] = 32  # rows per block
-    PARTS: ClassVar[int] = 4
-    WIDTHS: ClassVar[tuple[int, ...]] = (16, 32)  # the possible VECTORS, per block
-    arch, threads = SM90, 256
-    dtype: np.dtype
-    VECTORS: int
-
-    @classmethod
-    def fitting(cls, dtype, B) -> NarrowProduct:
-        """The instance whose blocks all run at the same time, two on each multiprocessor."""
-        return cls(dtype, cls.WIDTHS[B > BatchProduct.MOST])
-
-    def blocks(self, B, M) -> int:
-        """Blocks for B vectors and M rows."""
-        return self.PARTS * ceil_div(M, self.ROWS) * ceil_div(B, self.VECTORS)
-
-
 class WideProduct(ModelKernel):
     """Products of half-precision matrices with at least LEAST vectors, on Hopper. A block computes ROWS rows for 64
     vectors of each of its GROUPS warpgroups. The HALVES blocks of a cluster share the copies of weights. Blocks may

@@ -287,46 +287,6 @@ class DataMix(ModelKernel):
         return low_rank_blocks(self.TILES, tokens, D) * 5 // self.INPUTS
 
 
-class FiveMixes(ModelKernel):
-    """`DataMix` for steps of many sequences on Hopper: a block computes all five mixes. `low` must be the result of
-    `model_products.NarrowProduct`, in its parts."""
-
-    file = "rwkv6/five_mixes"
-    arguments = members("pointers low up maa xx d mixed, int64s B D A")
-    shared_memory = ("Shared<{dtype}, {RANK}, {TOKENS}>",)
-    COLUMNS: ClassVar[int] = 128
-    RANKS: ClassVar[tuple[int, ...]] = (32, 64)
-    LEAST: ClassVar[int] = 17  # the fewest sequences; fewer do not fill the card
-    LEAST_INT8: ClassVar[int] = 65  # the fewest sequences if the model's matrices are int8
-    arch = SM90
-    dtype: np.dtype
-    RANK: int
-    TOKENS: int
-
-    @classmethod
-    def all(cls, dtype) -> list[FiveMixes]:
-        """Every instance for a dtype."""
-        return [cls(dtype, rank, tokens) for rank in cls.RANKS for tokens in (16, 32) if rank * tokens <= 1024]
-
-    @classmethod
-    def fitting(cls, matrices, X, B, A, device) -> FiveMixes | None:
-        """The instance with blocks of 16 sequences, or of 32 where a multiprocessor would otherwise have two blocks
-        that read the same columns of `up`. None where `DataMix` is to be used."""
-        rank = next((rank for rank in cls.RANKS if A <= rank and A % 2 == 0), None)
-        if device.capability != 90 or X not in HALF or rank is None:
-            return None
-        least = cls.LEAST_INT8 if matrices == INT8 else cls.LEAST
-        tokens = 32 if B > 128 and rank == 32 else 16
-        return cls(X, rank, tokens) if B >= least else None
-
-    @property
-    def threads(self):
-        return 16 * self.TOKENS
-
-    def blocks(self, B, D) -> int:
-        return ceil_div(B, self.TOKENS) * ceil_div(D, self.COLUMNS)
-
-
 class ElementwiseKernel(ModelKernel):
     """The base of kernels whose threads compute EACH neighbouring elements of an array each."""
 

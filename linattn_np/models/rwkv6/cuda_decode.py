@@ -18,9 +18,8 @@ of dtype X (`mixed_x`, `mixed`, `ffn_mixed`). A product may leave *parts*, array
 from typing import ClassVar
 
 from ...backends.cupy import rwkv6_model_kernels as kernels
-from ...backends.cupy.model_products import RELU_SQUARED, WRITE, NarrowProduct
+from ...backends.cupy.model_products import RELU_SQUARED, WRITE
 from ..rwkv import cuda_decoder
-from ..rwkv.cuda_decoder import matrix_of
 from .cuda_prefill import MixOperations
 from .names import VERSION
 
@@ -76,19 +75,11 @@ class DecodingStep(cuda_decoder.DecodingStep):
         """Adds the five mixes of the time mix, whose weights depend on the data: the product with `maa_down`, and a
         kernel that multiplies by `maa_up` and mixes."""
         decoder, buffers, B = self.decoder, self.buffers, self.decoder.batch
-        D, A = (decoder.sizes[axis] for axis in "DA")
+        kernel = kernels.DataMix.of_step(decoder.dtype, buffers.mixed.dtype, B, buffers.mixed.shape[0])
+        parts = self.products_in_parts(layer, buffers.low.shape[0], ("maa_down", buffers.mixed_x, buffers.low))
         arrays = {name: getattr(buffers, name) for name in ("low", "xx", "d", "mixed")}
         arrays |= {"up": layer.maa_up, "maa": layer.maa}
-        kernel = decoder.mix_kernel(buffers.mixed.shape[0], buffers.mixed.dtype)
-        if isinstance(kernel, kernels.FiveMixes):  # reads the parts, always PARTS, that `NarrowProduct` leaves
-            w, scales = matrix_of(layer, "maa_down")
-            product, M = NarrowProduct.fitting(decoder.matrix_dtype, B), 5 * A
-            operands = {"w": w, "scales": scales, "x": buffers.mixed_x, "y": buffers.low}
-            self.draft.launch(product, product.blocks(B, M), **operands, K=D, M=M)
-        else:
-            most_parts = buffers.low.shape[0]
-            arrays["P"] = self.products_in_parts(layer, most_parts, ("maa_down", buffers.mixed_x, buffers.low))
-        self.draft.launch(kernel, kernel.blocks(B, D), **arrays)
+        self.draft.launch(kernel, kernel.blocks(B, decoder.sizes["D"]), **arrays, P=parts)
 
 
 class CudaDecoder(cuda_decoder.CudaDecoder):
@@ -105,16 +96,10 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
         """(the kernel that computes all layers in one launch, its bytes of shared memory), or None."""
         return kernels.DecodeFew.fitting(self.matrix_dtype, self.state_dtype, self.sizes, self.device)
 
-    def mix_kernel(self, terms, X):
-        """The kernel of the five mixes: `FiveMixes` where it is faster, else `DataMix`."""
-        five_mixes = kernels.FiveMixes.fitting(self.matrix_dtype, X, self.batch, self.sizes["A"], self.device)
-        return five_mixes or kernels.DataMix.of_step(self.dtype, X, self.batch, terms)
-
     def version_buffers(self, terms, X):
         """The buffers that the top of this module lists. `buffer` makes a float32 array."""
         B, (D, A, W), buffer = self.batch, (self.sizes[axis] for axis in "DAW"), self.buffer
-        mix_kernel = self.mix_kernel(terms, X)
-        low_parts = NarrowProduct.PARTS if isinstance(mix_kernel, kernels.FiveMixes) else mix_kernel.most_parts
+        low_parts = kernels.DataMix.of_step(self.dtype, X, B, terms).most_parts
         parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS  # the most that any kernel of the time mix takes
         buffers = {
             "xx": buffer(B, D),
