@@ -23,6 +23,7 @@ from .delta_hopper import (
     ScalarGradientCut,
     ScalarGradientsOnHopper,
     ScalarOnHopper,
+    Way,
     why_never_on_hopper,
     why_no_chunks,
     why_not_on_hopper,
@@ -114,11 +115,18 @@ def plan(problem, device):
     """The plan of a call."""
     if needs_copies(problem, device):
         return plan_on_copies(problem, lambda copies: plan(copies.replace(gradient=False), device))
+    way, reasons = chosen(FORWARD_WAYS, problem, device)
+    return replace(way.plan(), reasons=reasons)
+
+
+def chosen(ways, problem, device):
+    """(the first of the `ways` with no reason against it, for this call; the reasons against those before it, by
+    name)."""
     reasons = {}
-    for way in FORWARD_WAYS:
-        reason = way.why_not(problem, device)
+    for way in (way_class(problem, device) for way_class in ways):
+        reason = way.why_not()
         if reason is None:
-            return replace(way.plan(problem, device), reasons=reasons)
+            return way, reasons
         reasons[way.name] = reason
 
 
@@ -185,20 +193,15 @@ class Inputs:
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
-class TokenByToken:
+class TokenByToken(Way):
     """The way that can compute every call: one kernel, token by token."""
 
     name = "token by token"
 
-    @staticmethod
-    def why_not(problem, device) -> None:
-        return None
-
-    @staticmethod
-    def plan(problem, device):
-        draft = Draft()
+    def plan(self):
+        problem, draft = self.problem, Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        cut = CutByToken(problem, device, inputs.instance, problem.sizes["H"])
+        cut = CutByToken(problem, self.device, inputs.instance, problem.sizes["H"])
         read = inputs.arrays | inputs.common_args(cut.shape(draft)) | {"initial": draft.initial(problem)}
         launch_by_token(draft, cut.forward, read | cut.launch_starts(draft, read), o=o, final=final)
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=cut.forward.tiles | cut.tiles)
@@ -234,15 +237,16 @@ def why_not_small_on_copies(problem, device, gradient=False):
     return None
 
 
-class SmallHeads:
+class SmallHeads(Way):
     """The way token by token for heads of at most 16 channels and columns, of which a warp computes several."""
 
     name = SMALL_HEADS
-    why_not = staticmethod(why_not_small)
 
-    @staticmethod
-    def plan(problem, device):
-        draft, cut = Draft(), CutOfSmallHeads(problem, device)
+    def why_not(self):
+        return why_not_small(self.problem, self.device)
+
+    def plan(self):
+        problem, draft, cut = self.problem, Draft(), CutOfSmallHeads(self.problem, self.device)
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         shape = draft.shape(problem, spans=cut.spans(1))
         read = inputs.arrays | inputs.common_args(shape, o) | {"initial": draft.initial(problem)}
@@ -260,66 +264,49 @@ def time_in_chunks(problem, device, gradient) -> float:
     return copying + CutInChunks(problem, device, gradient).call_time
 
 
-class InChunks:
+class InChunks(Way):
     """The way in chunks, on tensor cores of every card: for all data but float64, if shared memory has room for K.
 
-    Heads are taken in groups, so that the prepared chunks take at most MOST times the inputs' memory, or FREE_BYTES.
+    A call that has something to save computes all heads at a time, and its walk is that of gradients. Others take heads
+    in groups, so that the prepared chunks take at most MOST times the inputs' memory, or FREE_BYTES.
     """
 
     MOST = 2  # 64 channels and columns need 1.7; groups of heads would leave multiprocessors without blocks
     name = IN_CHUNKS
-    why_not = staticmethod(why_not_in_chunks)
 
-    @staticmethod
-    def plan(problem, device):
-        if saved(problem, device):
-            return InChunks.plan_keeping(problem, device)
-        draft = Draft()
+    def why_not(self):
+        return why_not_in_chunks(self.problem, self.device)
+
+    def plan(self):
+        problem, draft, keeps = self.problem, Draft(), bool(saved(self.problem, self.device))
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        cut, initial = CutInChunks(problem, device), draft.initial(problem)
-        (B, H), group, shape = problem.shape("B H"), inputs.group, cut.shape(draft)
-        head_bytes = B * shape.NC * cut.walk.prepared_bytes
-        at_once = inputs.heads_at_once(group * head_bytes, InChunks.MOST)
-        prepared = draft.empty((at_once * head_bytes,), BYTES)
-        # w_scale: a factor of the prepared W, where o = scale (W S + B v); this walk itself multiplies by the scale
-        prepare_args = {"w_scale": 1.0, "prepared": prepared, "bytes": inputs.common_bytes()}
-        if inputs.rule != DPLR:
-            prepare_args |= {"group": group, "normalized": inputs.normalized}
-        walk_args = {"scale": problem.scale, "prepared": prepared, "bytes": inputs.common_bytes(o)}
+        cut, initial = CutInChunks(problem, self.device, gradient=keeps, kept=keeps), draft.initial(problem)
+        H, shape, walk = problem.sizes["H"], cut.shape(draft), cut.walk_of("ONLY_FORWARDS") if keeps else cut.walk
+        kept = {name: draft.empty(*array) for name, array in kept_arrays(problem, cut).items()} if keeps else {}
+        head_bytes = shape.B * shape.NC * walk.prepared_bytes
+        at_once = H if keeps else inputs.heads_at_once(inputs.group * head_bytes, self.MOST)
+        prepared = kept["prepared"] if keeps else draft.empty((at_once * head_bytes,), BYTES)
+        read = {"scale": problem.scale, "prepared": prepared, "bytes": inputs.common_bytes(o)}
+        kept_by_walk = {name: x for name, x in kept.items() if name in ("chunk_states", "residual")}
         for first in range(0, H, at_once):
             heads = slice(first, min(H, first + at_once))
             part_shape = replace(shape, H=heads.stop - first)
             arrays = inputs.of_heads(first, part_shape.H)
             states = {name: None if x is None else x[:, heads] for name, x in (("initial", initial), ("final", final))}
-            v = arrays.pop("v")
-            draft.launch(cut.prepare, B * part_shape.H * shape.NC, **arrays, **prepare_args, shape=part_shape)
-            cut.launch_walk(draft, part_shape, {"v": v} | walk_args, states, {"o": o[:, heads]})
-        return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=cut.walk.tiles | cut.tiles)
-
-    @staticmethod
-    def plan_keeping(problem, device):
-        """The plan of a call that saves what its pullback would compute again."""
-        draft = Draft()
-        inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        cut, initial = CutInChunks(problem, device, gradient=True, kept=True), draft.initial(problem)
-        shape, walk, v = cut.shape(draft), cut.walk_of("ONLY_FORWARDS"), inputs.arrays["v"]
-        kept = {name: draft.empty(*array) for name, array in kept_arrays(problem, cut).items()}
-        launch_prepare(draft, cut, shape, inputs, inputs.arrays, kept["prepared"])
-        states = {"initial": initial, "final": final}
-        read = {"v": v, "prepared": kept["prepared"], "scale": problem.scale, "bytes": inputs.common_bytes(o)}
-        written = {"o": o} | {name: kept[name] for name in ("chunk_states", "residual")}
-        cut.launch_walk(draft, shape, read, states, written, walk, kept.get("F"))
-        results = draft.results(problem, o, final)
-        return draft.plan(results, mode="chunk", tiles=walk.tiles | cut.tiles, saved=tuple(kept.values()))
+            launch_prepare(draft, cut, part_shape, inputs, arrays, prepared)
+            written = {"o": o[:, heads]} | kept_by_walk
+            cut.launch_walk(draft, part_shape, read | {"v": arrays["v"]}, states, written, walk, kept.get("F"))
+        results, tiles = draft.results(problem, o, final), walk.tiles | cut.tiles
+        return draft.plan(results, mode="chunk", tiles=tiles, saved=tuple(kept.values()))
 
 
 def launch_prepare(draft, cut, shape, inputs, arrays, prepared):
-    """Launches the kernel that prepares chunks for the walks of gradients. `arrays`: the inputs of the heads of
-    `shape`."""
+    """Launches the kernel that prepares chunks for walks. `arrays`: the inputs of the heads of `shape`."""
     names = cut.prepare.names - {"prepared", "w_scale"}
-    args = arrays | inputs.common_args(shape)
-    args = {name: x for name, x in args.items() if name in names}
-    draft.launch(cut.prepare, shape.all_chunks, **args, w_scale=inputs.problem.scale, prepared=prepared)
+    args = {name: x for name, x in (arrays | inputs.common_args(shape)).items() if name in names}
+    # a factor of the prepared W, where o = scale (W S + B v): the walk of a call without gradients multiplies o itself
+    w_scale = inputs.problem.scale if cut.prepare.gradient else 1.0
+    draft.launch(cut.prepare, shape.all_chunks, **args, w_scale=w_scale, prepared=prepared)
 
 
 FORWARD_WAYS = (SmallHeads, ScalarOnHopper, InChunks, TokenByToken)
@@ -336,15 +323,14 @@ def saved(problem, device) -> tuple[tuple, ...]:
     """(shape, dtype) of what a call keeps for its pullback: the prepared chunks, the states before them, the residuals,
     and F, if sequences are cut into segments. Calls of KDA and RWKV-7 of at most 128 channels keep them whose pullback
     is in chunks, too, if no array is copied; the pullbacks of others compute them again."""
-    if not problem.gradient or rule_of(problem.op) == GATED_DELTA or why_not_in_chunks(problem, device, gradient=True):
+    if not problem.gradient or rule_of(problem.op) == GATED_DELTA or problem.sizes["K"] > TILES[-1]:
         return ()
-    if problem.sizes["K"] > TILES[-1] or needs_copies(problem, device) or not why_not_small(problem, device, True):
-        return ()
-    if any(way.why_not(problem, device) is None for way in FORWARD_WAYS[: FORWARD_WAYS.index(InChunks)]):
+    ways = (chosen(ways, problem, device)[0] for ways in (FORWARD_WAYS, gradient_ways(problem.op)))
+    if any(way.name != IN_CHUNKS for way in ways) or needs_copies(problem, device):
         return ()
     arrays = tuple(kept_arrays(problem, CutInChunks(problem, device, gradient=True, kept=True)).values())
     needed = sum(np.prod(shape) * dtype.itemsize for shape, dtype in arrays)
-    return arrays if needed <= KEPT * sum(x.nbytes for x in problem.arrays.values()) else ()
+    return arrays if 0 < needed <= KEPT * sum(x.nbytes for x in problem.arrays.values()) else ()
 
 
 def kept_arrays(problem, cut) -> dict[str, tuple]:
@@ -363,13 +349,8 @@ def plan_vjp(problem, device, do, dht, saved=()):
     what the plan of the call has saved."""
     if needs_copies(problem, device, gradient=True):
         return plan_on_copies(problem, lambda copies, *given: plan_vjp(copies, device, *given), do, dht)
-    reasons = {}
-    for way in gradient_ways(problem.op):
-        gradients = way(problem, device)
-        reason = gradients.why_not()
-        if reason is None:
-            return replace(gradients.plan(do, dht, *([saved] if saved else [])), reasons=reasons)
-        reasons[way.name] = reason
+    way, reasons = chosen(gradient_ways(problem.op), problem, device)
+    return replace(way.plan(do, dht, *([saved] if saved else [])), reasons=reasons)
 
 
 def gradient_ways(op) -> tuple:
@@ -378,7 +359,7 @@ def gradient_ways(op) -> tuple:
     return SmallGradients, ScalarGradientsOnHopper, in_chunks.get(op, GradientsInChunks), GradientsByToken
 
 
-class Gradients:
+class Gradients(Way):
     """Plans a call's gradients; each subclass has one way to compute them.
 
     Heads are taken in groups, so that the arrays passed between kernels take at most MOST times the inputs' memory, or
@@ -397,11 +378,8 @@ class Gradients:
     tiles: dict  # the sizes that `explain` shows
 
     def __init__(self, problem, device):
-        self.problem, self.device, self.draft = problem, device, Draft()
-
-    def why_not(self) -> str | None:
-        """Why this way cannot compute the gradients; None if it can."""
-        raise NotImplementedError
+        super().__init__(problem, device)
+        self.draft = Draft()
 
     def bytes_between_kernels(self) -> int:
         """Bytes of the arrays passed between kernels, for the heads of values that share a head of keys."""
@@ -500,9 +478,6 @@ class GradientsByToken(Gradients):
     that are no longer than the distance of two such states need only their initial states."""
 
     name = TokenByToken.name
-
-    def why_not(self):
-        return None
 
     @cached_property
     def kernel(self):

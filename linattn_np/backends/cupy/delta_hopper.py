@@ -200,15 +200,34 @@ class ScalarCut(SegmentCut):
         return outputs + self.summary_time(segments, of_all, of_values) + joining + launch
 
 
-class ScalarOnHopper:
-    """Plans a call by Hopper's own kernels, for half-precision data that tensor maps can describe."""
+class Way:
+    """The base of the ways of computing a call, or its gradients. `name`: what explanations call it."""
+
+    name: ClassVar[str]
+
+    def __init__(self, problem, device):
+        self.problem, self.device = problem, device
+
+    def why_not(self) -> str | None:
+        """Why this way is not taken; None if it can be."""
+        return None
+
+    def plan(self, *cotangents):
+        """The plan of the call; or, for `cotangents` (do, dht) as `Draft.cotangents` takes them, that of its
+        pullback."""
+        raise NotImplementedError
+
+
+class ScalarOnHopper(Way):
+    """The way by Hopper's own kernels, for half-precision data that tensor maps can describe."""
 
     name = "by Hopper's own kernel"
-    why_not = staticmethod(why_not_on_hopper)
 
-    @staticmethod
-    def plan(problem, device):
-        draft, cut = Draft(), ScalarCut(problem, device)
+    def why_not(self):
+        return why_not_on_hopper(self.problem, self.device)
+
+    def plan(self):
+        problem, draft, cut = self.problem, Draft(), ScalarCut(self.problem, self.device)
         tokens = [draft.mapped(problem[name], name) for name in "qkv"] + [problem.arrays.get("g"), problem["beta"]]
         o, final, initial = draft.output(problem, mappable), draft.final(problem), draft.initial(problem)
         kernel, chunk = cut.forward, DeltaScalarForwardSm90.CHUNK
@@ -352,22 +371,18 @@ class ScalarGradientCut(ScalarCut):
         return min(self.first_time(1), self.first_time(segments)) + of_second
 
 
-class ScalarGradientsOnHopper:
-    """Plans the gradients by Hopper's own two kernels: the first goes backwards in time and stores the gradient of the
+class ScalarGradientsOnHopper(Way):
+    """The gradients by Hopper's own two kernels: the first goes backwards in time and stores the gradient of the
     state after every chunk, the second goes forwards."""
 
     name = "by Hopper's own kernels"
-
-    def __init__(self, problem, device):
-        self.problem, self.device = problem, device
 
     @cached_property
     def cut(self):
         """How the walks are cut."""
         return ScalarGradientCut(self.problem, self.device)
 
-    def why_not(self) -> str | None:
-        """Why these kernels cannot compute the gradients, or not as fast as others; None if they can."""
+    def why_not(self):
         problem, device = self.problem, self.device
         if reason := why_not_on_hopper(problem, device):
             return reason
@@ -379,7 +394,6 @@ class ScalarGradientsOnHopper:
         return None
 
     def plan(self, do, dht):
-        """The plan, for the gradients `do` of o and `dht` of the final state as `Draft.cotangents` takes them."""
         problem, draft, cut = self.problem, Draft(), self.cut
         given, x = problem.arrays, SimpleNamespace(**{name: draft.mapped(problem[name], name) for name in "qkv"})
         x.g, x.beta, x.initial = given.get("g"), problem["beta"], draft.initial(problem)
