@@ -26,7 +26,6 @@
 
 constexpr int WARPS = 4;
 constexpr int WIDTH = 128, LANE_COLUMNS = WIDTH / 32;  // columns of a block, and of each lane
-constexpr int TOKENS = CHUNK_QUERIES;                  // of a tile of `works`, queries or keys
 
 template <typename T> struct Args {
   StridedRows<const T> q, k, v, o, do_;
@@ -50,7 +49,7 @@ struct Place {
   TokenRange others;
 
   __device__ Place(const Work* works, i64 tiles, i64 before, i64 after) {
-    constexpr int BLOCKS = TOKENS / WARPS;  // that share a tile's tokens
+    constexpr int BLOCKS = CHUNK_QUERIES / WARPS;  // that share a tile of `works`: 64 queries or keys
     work = works[blockIdx.x / BLOCKS / tiles];
     column = blockIdx.x / BLOCKS % tiles * WIDTH + threadIdx.x % 32;
     row = blockIdx.x % BLOCKS * WARPS + threadIdx.x / 32;

@@ -115,6 +115,8 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
 
 constexpr int STAGES = 3;       // chunks in shared memory at a time
 constexpr int SCORE_WARPS = 3;  // they compute dA
+template <int BK> constexpr int CONSUMERS = 2 * BK;
+template <int BK> constexpr int THREADS = CONSUMERS<BK> + (SCORE_WARPS + 1) * 32;  // one more warp copies chunks
 // Schedule: OneEach or InTurn (backward_schedules.cuh).
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
@@ -605,16 +607,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
 // T: the type of q, k, v and do; G: the gates' type, T or float; Schedule: OneEach or InTurn.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
-__global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
+__global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_queries(const __grid_constant__ Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
-  constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(s.arrived[stage], 32);
       mbarrier_init(s.full[stage], 32);
       mbarrier_init(s.dA_stored[stage], SCORE_WARPS * 32);
-      mbarrier_init(s.done[stage], CONSUMERS);
+      mbarrier_init(s.done[stage], CONSUMERS<BK>);
     }
   fence_proxy_async();
   __syncthreads();  // barriers are initialised
@@ -623,14 +624,14 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;
   constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, MORE = BK == 64 ? 216 : 232, LESS = 40;
   static_assert(BLOCKS * (BK / 64 * MORE + LESS) <= 512);
-  if (threadIdx.x < CONSUMERS) {
+  if (threadIdx.x < CONSUMERS<BK>) {
     if constexpr (FEW_REGISTERS) registers_up<MORE>();
     each_segment<Schedule, FORWARDS>(
         args, [&](const Segment& segment, int chunks_before) { consume<ReadOrder>(s, args, segment, chunks_before); });
     return;
   }
   if constexpr (FEW_REGISTERS) registers_down<LESS>();
-  const int warp = (threadIdx.x - CONSUMERS) / 32;
+  const int warp = (threadIdx.x - CONSUMERS<BK>) / 32;
   if (warp == SCORE_WARPS) return move_chunks<ReadOrder>(s, args);
   each_segment<Schedule, FORWARDS>(args, [&](const Segment& segment, int chunks_before) {
     make_dA<ReadOrder>(s, segment.tokens, chunks_before, float(args.scale), warp, threadIdx.x & 31);

@@ -53,6 +53,7 @@
 //   Tile: panels of PANEL = 64 columns, swizzled; ScoreGradients: ds of 64 keys and 64 queries
 
 constexpr int KEYS = 128, QUERIES = CHUNK_QUERIES, BOX_TOKENS = 64;
+constexpr int WARPGROUPS = 2, THREADS = 128 * (WARPGROUPS + 1);  // of consumers; with the producer's warpgroup
 
 template <typename T> struct Args {
   TensorMap q, k, v, do_, dk, dv;  // boxes of 64 columns and 64 tokens, of dk and dv 16
@@ -302,14 +303,15 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 }
 
 template <typename T, int D, bool CAPPED>
-__global__ void __launch_bounds__(384, 1) softmax_sm90_backward_keys(const __grid_constant__ Args<T> args) {
+__global__ void __launch_bounds__(THREADS, 1) softmax_sm90_backward_keys(const __grid_constant__ Args<T> args) {
   using Memory = Shared<T, D>;
   Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    init_stages<8>(s.full, s.empty);  // 8 consuming warps
-    init_stages<8>(s.q_full, s.q_empty), init_stages<8>(s.do_full, s.do_empty);
+    constexpr int WARPS = 4 * WARPGROUPS;  // that consume
+    init_stages<WARPS>(s.full, s.empty);
+    init_stages<WARPS>(s.q_full, s.q_empty), init_stages<WARPS>(s.do_full, s.do_empty);
   }
   constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
-  consume_and_produce<2, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D, CAPPED>(s, args); },
-                                                                 [&] { produce(s, args); });
+  consume_and_produce<WARPGROUPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D, CAPPED>(s, args); },
+                                                                          [&] { produce(s, args); });
 }

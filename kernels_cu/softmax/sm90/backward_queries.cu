@@ -58,6 +58,7 @@
 //   Tile: panels of PANEL = 64 columns, swizzled
 
 constexpr int QUERIES = 128, KEYS = 64, BOX_TOKENS = 64;
+constexpr int WARPGROUPS = 2, THREADS = 128 * (WARPGROUPS + 1);  // of consumers; with the producer's warpgroup
 
 template <typename T> struct Args {
   TensorMap q, k, v, o, do_, dq;  // boxes of 64 columns and 64 tokens, of dq 16
@@ -281,14 +282,15 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
 }
 
 template <typename T, int D, bool CAPPED>
-__global__ void __launch_bounds__(384, 1) softmax_sm90_backward_queries(const __grid_constant__ Args<T> args) {
+__global__ void __launch_bounds__(THREADS, 1) softmax_sm90_backward_queries(const __grid_constant__ Args<T> args) {
   using Memory = Shared<T, D>;
   Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    mbarrier_init(s.full, 1), mbarrier_init(s.empty, 8), mbarrier_init(s.o_empty, 8);  // 8 consuming warps
-    init_stages<8>(s.k_full, s.k_empty), init_stages<8>(s.v_full, s.v_empty);
+    constexpr int WARPS = 4 * WARPGROUPS;  // that consume
+    mbarrier_init(s.full, 1), mbarrier_init(s.empty, WARPS), mbarrier_init(s.o_empty, WARPS);
+    init_stages<WARPS>(s.k_full, s.k_empty), init_stages<WARPS>(s.v_full, s.v_empty);
   }
   constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
-  consume_and_produce<2, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D, CAPPED>(s, args); },
-                                                                 [&] { produce(s, args); });
+  consume_and_produce<WARPGROUPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D, CAPPED>(s, args); },
+                                                                          [&] { produce(s, args); });
 }

@@ -6,10 +6,9 @@
 //           mask; weights e^(S - m) with the running row maximum m; o = rescale * o + weights v. The product with v of
 //           one key tile runs while the weights of the next are computed
 // shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], lse [B, H, Tq] float32 or null
-// grid      softmax.py, which has the same KEYS and QUERIES, launches as many blocks as multiprocessors; a block
-//           computes the query tiles (Work in softmax_work.cuh) of its column of `works`, in turn. Two warpgroups
-//           consume, three if K = 64 without a cap, each 64 queries of the tile; in one more warpgroup a single thread,
-//           the producer, copies
+// grid      softmax.py launches as many blocks as multiprocessors; a block computes the query tiles (Work in
+//           softmax_work.cuh) of its column of `works`, in turn. Two warpgroups consume, three if K = 64 without a cap,
+//           each 64 queries of the tile; in one more warpgroup a single thread, the producer, copies
 // smem      Shared: rings of q (later o), k and v tiles, and the Work of each tile in the ring of q
 // barriers  q_full, k_full, v_full: a tile has arrived; k_empty, v_empty: all consuming warps have read it; q_empty: o,
 //           which has overwritten q, has been stored. Named: 1 + warpgroup (ZERO_ROWS_BARRIER, in zero_rows): zeros are
@@ -307,8 +306,9 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
   if (lane == 0) tensor_store_wait();  // o has been read before the block's shared memory ends
 }
 
+template <class Memory> constexpr int THREADS = 128 * (Memory::WARPGROUPS + 1);  // one more has the producer
 template <typename T, int K, int V, bool CAPPED>
-__global__ void __launch_bounds__(128 * Shared<T, K, V, CAPPED>::WARPGROUPS + 128, 1)
+__global__ void __launch_bounds__(THREADS<Shared<T, K, V, CAPPED>>, 1)
     softmax_sm90_forward(const __grid_constant__ Args<T> args) {
   using Memory = Shared<T, K, V, CAPPED>;
   Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());

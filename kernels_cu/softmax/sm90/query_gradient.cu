@@ -29,6 +29,7 @@
 //   Tile: panels of PANEL = 64 columns, swizzled; CHUNK_QUERIES = 64
 
 constexpr int QUERIES = 256, KEYS = 64, BOX_TOKENS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
+constexpr int WARPGROUPS = 2, THREADS = 128 * (WARPGROUPS + 1);  // of consumers; with the producer's warpgroup
 
 template <typename T> struct Args {
   TensorMap k, dq;     // boxes of 64 columns and 64 tokens; of dq 16 tokens
@@ -161,14 +162,15 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(384, 1) softmax_sm90_query_gradient(const __grid_constant__ Args<T> args) {
+__global__ void __launch_bounds__(THREADS, 1) softmax_sm90_query_gradient(const __grid_constant__ Args<T> args) {
   using Memory = Shared<T, D>;
   Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());
   if (threadIdx.x == 0) {
-    init_stages<8>(s.work_full, s.work_empty);
-    init_stages<8>(s.full, s.empty);
+    constexpr int WARPS = 4 * WARPGROUPS;  // that consume
+    init_stages<WARPS>(s.work_full, s.work_empty);
+    init_stages<WARPS>(s.full, s.empty);
   }
   constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
-  consume_and_produce<2, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D>(s, args); },
-                                                                 [&] { produce(s, args); });
+  consume_and_produce<WARPGROUPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D>(s, args); },
+                                                                          [&] { produce(s, args); });
 }

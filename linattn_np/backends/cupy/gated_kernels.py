@@ -301,6 +301,12 @@ class GatedForwardSm90(HopperKernel):
     )
     shared_memory = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     CHUNK, SUB_CHUNK = 32, 8
+    constants = (
+        ("CHUNK", "CHUNK"),
+        ("SUB_CHUNK", "SUB_CHUNK"),
+        ("{schedule}::CLUSTER_SIZE", "blocks_per_cluster"),
+        ("ALL_THREADS<{schedule}, {dtype}, {gate}, {BK}, {BV}>", "threads"),
+    )
     read_order: str
     schedule: str
     dtype: np.dtype
@@ -354,7 +360,12 @@ class GatedBackwardSm90(GatedKernel, HopperKernel):
     # bounds its error.
     CHECKPOINT_EVERY: ClassVar[int] = 1024
     FLAGS: ClassVar[int] = 2  # float32 numbers after a chunk's `query_sums`; their 8 bytes are a flag for each warp
-    constants = (("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
+    constants = (
+        ("CHUNK", "CHUNK"),
+        ("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"),
+        ("FLAGS", "FLAGS"),
+        ("THREADS<{BK}>", "threads"),
+    )
     BK: int
     BV: int
 

@@ -62,7 +62,7 @@ class Kernel:
     arguments: ClassVar[tuple] = ()  # the members of the kernel's argument struct
     shared_memory: ClassVar[tuple[str, ...]] = ()  # C++ types in shared memory: format strings with this class's fields
     arch: ClassVar[str] = ""
-    constants: ClassVar[tuple] = ()  # (C++ name, name in this class) of constants that must be equal
+    constants: ClassVar[tuple] = ()  # (C++ format string, name in this class) of constants that must be equal
     overlaps: ClassVar[bool] = False  # whether it may start before the previous kernel ends: it calls wait_for_previous
 
     @property
@@ -79,11 +79,14 @@ class Kernel:
         """The instance in C++, such as "gated_forward<AfterWrite, float, float, 64, 64>"."""
         return f"{self.name}<{', '.join(self.template)}>" if self.template else self.name
 
+    def filled_in(self, cpp_text) -> str:
+        """The C++ text with the template's arguments in the place of the names in braces."""
+        return cpp_text.format(**{field.name: text for field, text in zip(fields(self), self.template)})
+
     @property
     def shared_types(self) -> tuple[str, ...]:
         """The C++ types in `shared_memory`, with the template's arguments filled in."""
-        values = {field.name: text for field, text in zip(fields(self), self.template)}
-        return tuple(cpp_type.format(**values) for cpp_type in self.shared_memory)
+        return tuple(map(self.filled_in, self.shared_memory))
 
     @property
     def threads(self) -> int:

@@ -58,6 +58,12 @@ class WeightedSums(HopperKernel):
     shared_memory = ("Shared<{what}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 64
     STRETCH: ClassVar[int] = 256  # tokens between the states that are stored for the gate's gradient
+    constants = (
+        ("CHUNK", "CHUNK"),
+        ("STRETCH", "STRETCH"),
+        ("ALL_THREADS<{BV}>", "threads"),
+        ("1 + IN_CLUSTER<{what}, {BK}, {BV}>", "blocks_per_cluster"),
+    )
     what: str
     gate: np.dtype
     BK: int
@@ -110,6 +116,7 @@ class ScalarBackwardSegments(TiledKernel):
     threads = 160
     CHUNK: ClassVar[int] = 32
     BK: ClassVar[int] = 64
+    constants = (("CHUNK", "CHUNK"), ("CHANNELS", "BK"), ("CONSUMERS + 32", "threads"))
     BV: int
 
     @classmethod

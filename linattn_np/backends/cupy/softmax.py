@@ -49,6 +49,7 @@ class Softmax(Kernel):
     KEYS: ClassVar[int]
     COLUMNS: ClassVar[tuple[tuple[int, ...], ...]] = ((64,), (128,))  # the possible columns of K and V; (D,): of both
     threads = 128
+    constants = (("QUERIES", "QUERIES"), ("KEYS", "KEYS"), ("THREADS", "threads"))
 
     @classmethod
     def fitting(cls, problem):
@@ -74,6 +75,7 @@ class SoftmaxSquare(Softmax):
 class SoftmaxForward(SoftmaxSquare):
     file, KEYS = "softmax/forward", 64
     shared_memory = ("Shared<{dtype}, {D}, {capped}>",)
+    constants = (("Shared<{dtype}, {D}, {capped}>::QUERIES", "QUERIES"), ("KEYS", "KEYS"), ("THREADS", "threads"))
     arguments = members(
         "strided q k v o, pointers works lse sinks, int64s H group Tq K V left right, float64s scale softcap, "
         "int64s vectors"
@@ -105,6 +107,7 @@ class SoftmaxSm90(Softmax):
     arch, threads = SM90, 3 * 128
     BOX: ClassVar[int] = 64  # columns, and tokens, that one tensor copy (TMA) reads
     STORED: ClassVar[int] = 16  # tokens that one tensor copy writes: those of one warp
+    constants = (*Softmax.constants, ("PANEL", "BOX"), ("BOX_TOKENS", "BOX"))
     RESULTS: ClassVar[dict[str, str]] = {}  # result -> the argument that describes the same array by its rows
 
     def tokens_of(self, name) -> int:
@@ -124,6 +127,13 @@ class SoftmaxForwardSm90(SoftmaxSm90):
         "softcap"
     )
     COLUMNS = ((64, 64), (128, 128), (192, 128))
+    constants = (
+        ("Shared<{dtype}, {K}, {V}, {capped}>::QUERIES", "QUERIES"),
+        ("Shared<{dtype}, {K}, {V}, {capped}>::KEYS", "KEYS"),
+        ("THREADS<Shared<{dtype}, {K}, {V}, {capped}>>", "threads"),
+        ("PANEL", "BOX"),
+        ("BOX_TOKENS", "BOX"),
+    )
     dtype: np.dtype
     K: int
     V: int
@@ -171,6 +181,7 @@ class SoftmaxStatistics(Softmax):
     """The statistics of queries, for the gradients of k and v; it reads rows of whole 16 bytes."""
 
     file, threads, QUERIES, KEYS = "softmax/statistics", 4 * CHUNK_QUERIES, CHUNK_QUERIES, CHUNK_QUERIES
+    constants = (("CHUNK_QUERIES", "QUERIES"), ("THREADS", "threads"))
     arguments = members("strided o do_, pointers works lse dlse statistics, int64s H Tq V chunks")
     dtype: np.dtype
 
@@ -202,6 +213,7 @@ class SoftmaxPlain(Kernel):
     WIDTH: ClassVar[int] = 128
     QUERIES: ClassVar[int] = CHUNK_QUERIES
     KEYS: ClassVar[int] = CHUNK_QUERIES
+    constants = (("WARPS", "WARPS"), ("WIDTH", "WIDTH"), ("CHUNK_QUERIES", "QUERIES"), ("CHUNK_QUERIES", "KEYS"))
     PASSES: ClassVar[tuple[str, ...]] = ("Forward", "Queries", "Keys", "Sinks", "Merge")
     threads = 32 * WARPS
     arguments = members(

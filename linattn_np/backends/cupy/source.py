@@ -96,7 +96,7 @@ def checks(kernel, number=0) -> str:
     if kernel.shared_types:
         sizes = " + ".join(f"sizeof({cpp_type})" for cpp_type in kernel.shared_types)
         lines.append(assert_equal(kernel.shared_bytes, sizes))
-    lines += [assert_equal(getattr(kernel, name), cpp_name) for cpp_name, name in kernel.constants]
+    lines += [assert_equal(getattr(kernel, name), kernel.filled_in(cpp_name)) for cpp_name, name in kernel.constants]
     return "".join(lines)
 
 
