@@ -76,7 +76,7 @@ template <typename T> struct Args {
   i64 group;                        // value heads that share a head of queries and keys
   i64 state_k, state_v;             // the states' strides along K and V, in numbers
   i64 wide_gate, wide_beta;         // whether g, and beta, are float32; otherwise they are of type T
-  i64 normalized;                   // whether queries and keys x are divided by sqrt(|x|^2 + 1e-6)
+  i64 normalized;                   // whether queries and keys are divided by their lengths
   double scale;
 };
 
@@ -196,5 +196,9 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>,
   }
   run_roles(
       s, args, work, [&] { consume(s, args, work, column, tiles * BV); }, [&] { make_operands(s, work.tokens); },
-      [&] { move_chunks(s, args, args.do_, args.do_rows, args.dv, args.dv_rows, work, column); });
+      [&] {
+        move_chunks(
+            s, args, work, [&](auto f, auto& do_) { f(do_, args.do_, args.do_rows, shape.V, column); },
+            [&](auto f, auto& dv) { f(dv, args.dv, args.dv_rows, shape.V, column); });
+      });
 }

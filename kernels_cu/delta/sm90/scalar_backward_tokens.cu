@@ -31,7 +31,7 @@
 //             inverse_ready: R, in `inverse` and `inverse_to_end`: inverses -> gradients
 //             operands_ready: Z (and R, from which it is made): gradients -> consumers
 //             outputs_ready: dq and dk; the stage, its gates and v's slot have been read: gradients -> copies, decays
-//           By slot of v, two slots:
+//           By slot of v:
 //             values_full: v has been copied: copies -> consumers
 //             residuals_ready: e; Z and R have been read: consumers -> gradients
 //           One place each, used by every chunk:
@@ -93,17 +93,17 @@ template <typename T> struct Args {
   i64 group;                 // value heads that share a head of q and k
   i64 state_k, state_v;      // the states' strides along K and V, in numbers
   i64 wide_gate, wide_beta;  // whether g, and beta, are float32; otherwise they are of type T
-  i64 normalized;            // whether queries and keys x are divided by sqrt(|x|^2 + 1e-6)
+  i64 normalized;            // whether queries and keys are divided by their lengths
   double scale;
 };
 
 template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   using T = Element;
   static constexpr Pass PASS = BACKWARD_TOKENS;  // chooses among the matrices of scalar_stage.cuh
-  static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = 3;
+  static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = 3, SLOTS = 2;
   GradientStage<T, BK> stages[STAGES];
-  T values[2][BV / 64][2 * CHUNK][64];  // two slots. Rows 32 to 63: v, overwritten by e; rows 0 to 31: errors of e
-  T gradients[BV / 64][2 * CHUNK][64];  // rows 0 to 31: do; rows 32 to 63: dv
+  T values[SLOTS][BV / 64][2 * CHUNK][64];  // rows 32 to 63: v, overwritten by e; rows 0 to 31: errors of e
+  T gradients[BV / 64][2 * CHUNK][64];      // rows 0 to 31: do; rows 32 to 63: dv
   T states[BK / 64][BV][64], state_gradient[BK / 64][BV][64];  // S and dS, transposed
   TokenGates gates[STAGES];
   Upcoming upcoming;           // decays and betas of the next chunks, for the warp that computes decays
@@ -114,7 +114,7 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   float state_dots[4];         // by warp: <S, dS> over the warp's columns
   MBarrier full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES], operands_ready[STAGES],
       outputs_ready[STAGES];
-  MBarrier values_full[2], residuals_ready[2];
+  MBarrier values_full[SLOTS], residuals_ready[SLOTS];
   MBarrier tokens_full, state_gradient_full, gradients_read, states_ready, states_read;
   const float* from;  // the state before the block's first token; null: zeros
 };
@@ -147,7 +147,7 @@ __device__ __forceinline__ void copy_chunks(Memory& s, const Args<typename Memor
       });
   };
   const auto fetch_values = [&](int token) {
-    const int slot = token / CHUNK & 1;
+    const int slot = token / CHUNK % Memory::SLOTS;
     if (token < work.tokens)
       fetch_chunk(s.values_full[slot], work, token, [&](auto f) {
         each_panel(s.values[slot],
@@ -171,7 +171,8 @@ __device__ __forceinline__ void copy_chunks(Memory& s, const Args<typename Memor
     __syncwarp();  // lanes that fetch_chunk has parted (lane 0 starts copies) go on together; no data depend on it
   };
   for (int stage = 0; stage < Memory::STAGES; ++stage) fetch_keys(stage * CHUNK, stage);
-  fetch_values(0), fetch_values(CHUNK), fetch_gradients(0);
+  for (int slot = 0; slot < Memory::SLOTS; ++slot) fetch_values(slot * CHUNK);
+  fetch_gradients(0);
   RingPosition<Memory::STAGES> ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
@@ -185,7 +186,7 @@ __device__ __forceinline__ void copy_chunks(Memory& s, const Args<typename Memor
           f(dq, args.dq, args.dq_rows, args.shape.K, channel), f(dk, args.dk, args.dk_rows, args.shape.K, channel);
         });
       });
-    fetch_keys(token + Memory::STAGES * CHUNK, ring.stage), fetch_values(token + 2 * CHUNK);
+    fetch_keys(token + Memory::STAGES * CHUNK, ring.stage), fetch_values(token + Memory::SLOTS * CHUNK);
   }
 }
 
@@ -205,8 +206,7 @@ __device__ __forceinline__ void start_gradient_product(float (&d)[32], T (&token
 }
 
 // Makes Z of a chunk: Z_j = sum_i inverse_to_end[j, i] k_i, in the warp's 16 channels of every 64. It waits for
-// inverse_ready and arrives at operands_ready. channel_offset: what the lane gives to load_transposed and
-// store_transposed (channel_operand_offset).
+// inverse_ready and arrives at operands_ready. channel_offset: that of OperandLane.
 template <class Memory>
 __device__ __forceinline__ void make_Z(Memory& s, const RingPosition<Memory::STAGES>& ring, int channel_offset) {
   using T = typename Memory::T;
@@ -235,20 +235,13 @@ __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename
                                                   const WorkTile& work) {
   using T = typename Memory::T;
   constexpr int PANELS = Memory::BK / 64, V_PANELS = Memory::BV / 64;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0), lane = threadIdx.x & 31;
-  // Byte offsets in a swizzled panel that this lane gives to ldmatrix and stmatrix: for 16 channels of tokens, for a
-  // left and for a right operand. own_offset: for the warp's 16 of the 64 rows of q and k.
-  const int channel_offset = channel_operand_offset(lane, warp), left_offset = left_operand_offset(lane),
-            right_offset = right_operand_offset(lane), own_offset = shifted_offset(left_offset, 16 * warp, 0);
-  const bool has_keys = warp >= 2;
-  const int first_row = 16 * (warp & 1), row = first_row + lane / 4;  // the lane has `row` and row + 8
+  const GradientLane at;
   RingPosition<Memory::STAGES> ring, Z_ring, scores_ring;
-  RingPosition<2> values_ring;
+  RingPosition<Memory::SLOTS> values_ring;
   // make_scores waits for full and decays_ready of its chunk: two iterations later the loop reads the chunk's q, k, D
   // and gates without waiting.
-  for (int chunk = 0; chunk < 2 && chunk * CHUNK < work.tokens; ++chunk, scores_ring.next())
-    make_scores(s, scores_ring, lane, warp, left_offset);
-  if (work.tokens > 0) make_Z(s, Z_ring, channel_offset);
+  make_first_scores(s, scores_ring, work.tokens, at);
+  if (work.tokens > 0) make_Z(s, Z_ring, at.channel_offset);
   Z_ring.next();
 #pragma unroll 1
   for (int token = 0; token < work.tokens;
@@ -267,13 +260,13 @@ __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename
     for (int panel = 0; panel < PANELS; ++panel) start_gradient_product(d[panel], s.gradients, s.states[panel]);
     wgmma_commit();
     mbarrier_wait(s.state_gradient_full, parity);
-    if (args.dg.p) store_state_dot(s, lane, warp, left_offset, right_offset);
+    if (args.dg.p) store_state_dot(s, at);
     wgmma_wait<0>();
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel) wgmma_fence_operand(d[panel]);
     warp_arrive(s.states_read);
-    scale_state_products(s, d, ring.stage, lane, warp, own_offset);
-    if (token + CHUNK < work.tokens) make_Z(s, Z_ring, channel_offset);
+    scale_state_products(s, d, ring.stage, at);
+    if (token + CHUNK < work.tokens) make_Z(s, Z_ring, at.channel_offset);
 
     // do e^T and dv e^T: dqk and dkk
     mbarrier_wait(s.residuals_ready[values_ring.stage], values_ring.parity);
@@ -293,7 +286,7 @@ __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_fence_operand(products), wgmma_fence_operand(scores);
-      store_pairs(s, ring.stage, products, scores, lane, warp, left_offset);
+      store_pairs(s, ring.stage, products, scores, at);
     }
 
     // dS e
@@ -306,9 +299,9 @@ __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_fence_operand(dS_e);
-      if (has_keys) {
-        const float factor[2] = {gates.key_end_factors[row], gates.key_end_factors[row + 8]};
-        each_of_panel(in.queries_keys[panel], own_offset, [&](int i, float2 x, int h) {
+      if (at.has_keys) {
+        const float factor[2] = {gates.key_end_factors[at.row], gates.key_end_factors[at.row + 8]};
+        each_of_panel(in.queries_keys[panel], at.own_offset, [&](int i, float2 x, int h) {
           terms[h] = fmaf(x.x, dS_e[i], fmaf(x.y, dS_e[i + 1], terms[h]));
           d[panel][i] = fmaf(factor[h], dS_e[i], d[panel][i]),
           d[panel][i + 1] = fmaf(factor[h], dS_e[i + 1], d[panel][i + 1]);
@@ -317,19 +310,19 @@ __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename
     }
     fence_proxy_async();  // orders reads of dS before the copies that overwrite it
     warp_arrive(s.gradients_read);
-    if (has_keys)
+    if (at.has_keys)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         terms[h] = sum_over_lanes<4>(terms[h]);
-        if (lane % 4 == 0) s.write_terms[row + 8 * h] = gates.key_to_end[row + 8 * h] * terms[h];
+        if (at.lane % 4 == 0) s.write_terms[at.row + 8 * h] = gates.key_to_end[at.row + 8 * h] * terms[h];
       }
 
-    if (token + 2 * CHUNK < work.tokens) make_scores(s, scores_ring, lane, warp, left_offset);
+    if (token + 2 * CHUNK < work.tokens) make_scores(s, scores_ring, at);
     named_barrier_sync(1, OPERAND_THREADS);  // terms, dqk and dkk are in shared memory
-    store_token_gradients(s, args, work, token, gates, lane, warp);
-    add_pair_products(d, in, lane, warp, left_offset, right_offset);
+    store_token_gradients(s, args, work, token, gates, at.lane, at.warp);
+    add_pair_products(d, in, at);
     named_barrier_sync(1, OPERAND_THREADS);  // all products that read queries and keys have ended; terms have been read
-    store_gradients(s, args, work, token, ring.stage, d, lane, warp, own_offset);
+    store_gradients(s, args, work, token, ring.stage, d, at);
     fence_proxy_async();
     mbarrier_arrive(s.outputs_ready[ring.stage]);
   }
@@ -349,7 +342,7 @@ __device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T
   if (s.from)
     each_transposed<BK>(state, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
   RingPosition<Memory::STAGES> ring;
-  RingPosition<2> values_ring;
+  RingPosition<Memory::SLOTS> values_ring;
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next(), values_ring.next()) {
     auto& in = s.stages[ring.stage];

@@ -3,7 +3,8 @@
 //           which gives the warps their roles. Consumers: a warpgroup for every 64 columns of V, with their state.
 // math      X_j = v_j - key_start_j S^T k_j, of the state S before the chunk; S <- E_32 S + rows^T X, E_32 the decay
 //           over the chunk. scalar_stage.cuh has the rest
-// shapes    args, for move_chunks: q, q_rows, k, k_rows; shape; group, how many value heads share a head of q and k
+// shapes    args, for move_chunks: k, k_rows, and but for SUMMARY q, q_rows; shape; group, how many value heads share a
+//           head of q and k
 // barriers  scalar_stage.cuh; here they are initialised
 // limits    sm_90a; bfloat16 or float16
 // tests     test_delta_on_hopper, in whose emulator a product is computed only when it is waited for, and whoever waits
@@ -51,24 +52,25 @@ __device__ __forceinline__ Segment<float> start_of_walk(WorkTile& work, bool out
 
 // ---- a warp that copies chunks ------------------------------------------------------------------------------------
 
-// Fills each stage with q and k, then `in` (v, or do), of a chunk; before `in`, stores `out` (o, or dv) of the stage's
-// previous chunk, but for BACKWARD_SUMMARY. column: the first of the block's columns of V.
-template <class Memory, class Args, typename T>
-__device__ __forceinline__ void move_chunks(Memory& s, const Args& args, const TensorMap& in,
-                                            const StridedRows<const T>& in_rows, const TensorMap& out,
-                                            const StridedRows<T>& out_rows, const WorkTile& work, int column) {
+// Fills each stage with a chunk's q (but for SUMMARY) and k, then, if has_values, its v or do; before those, stores o
+// or dv of the stage's previous chunk, if the pass has outputs. values(f, tile), outputs(f, tile): call f(tile, tensor
+// map, rows, width, first column) for the array that the tile is copied from, or to (fetch_chunk).
+template <class Memory, class Args, class Inputs, class Outputs>
+__device__ __forceinline__ void move_chunks(Memory& s, const Args& args, const WorkTile& work, Inputs values,
+                                            Outputs outputs, bool has_values = true) {
+  constexpr bool HAS_OUTPUTS = Memory::PASS == FORWARD || Memory::PASS == BACKWARD_STATES;
   WorkTile keys = work;  // its head is that of q and k
   keys.head /= int(args.group);
   RingPosition<Memory::STAGES> ring;
-  // Goes on for STAGES chunks after the last one, to store their outputs. fetch_chunk: all lanes arrive at the barrier,
-  // whose phase ends when the copies have arrived. store_chunk returns when the shared memory has been read.
+  // With outputs it goes on for STAGES chunks after the last one, to store theirs. fetch_chunk: all lanes arrive at the
+  // barrier, whose phase ends when the copies have arrived. store_chunk returns when the shared memory has been read.
 #pragma unroll 1
-  for (int token = 0; token - Memory::STAGES * CHUNK < work.tokens; token += CHUNK, ring.next()) {
+  for (int token = 0; token - HAS_OUTPUTS * Memory::STAGES * CHUNK < work.tokens; token += CHUNK, ring.next()) {
     auto& stage = s.stages[ring.stage];
     const int stored_token = token - Memory::STAGES * CHUNK;
     if (stored_token >= 0) {
       mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
-      // Orders the consumers' stores before the copy engine's reads. This warp does it because it has the time.
+      // Orders the consumers' accesses before the copies from and to the stage. This warp does it as it has the time.
       fence_proxy_async();
     }
     if (token < work.tokens)
@@ -76,16 +78,16 @@ __device__ __forceinline__ void move_chunks(Memory& s, const Args& args, const T
         for (int panel = 0; panel < Memory::BK / 64; ++panel) {
           // The panel's 64 rows as two tiles: 32 queries, 32 keys.
           auto& q_and_k = *reinterpret_cast<Panel<typename Memory::T>(*)[2][1]>(&stage.queries_keys[panel]);
-          f(q_and_k[0], args.q, args.q_rows, args.shape.K, 64 * panel);
+          if constexpr (Memory::PASS != SUMMARY) f(q_and_k[0], args.q, args.q_rows, args.shape.K, 64 * panel);
           f(q_and_k[1], args.k, args.k_rows, args.shape.K, 64 * panel);
         }
       });
-    if (Memory::PASS != BACKWARD_SUMMARY && stored_token >= 0)
-      store_chunk(work, first_token<Memory>(work, stored_token),
-                  [&](auto f) { f(stage.values, out, out_rows, args.shape.V, column); });
-    if (token < work.tokens)
+    if constexpr (HAS_OUTPUTS)
+      if (stored_token >= 0)
+        store_chunk(work, first_token<Memory>(work, stored_token), [&](auto f) { outputs(f, stage.values); });
+    if (has_values && token < work.tokens)
       fetch_chunk(s.values_full[ring.stage], work, first_token<Memory>(work, token),
-                  [&](auto f) { f(stage.values, in, in_rows, args.shape.V, column); });
+                  [&](auto f) { values(f, stage.values); });
     __syncwarp();  // lanes that fetch_chunk has parted (lane 0 starts copies) go on together; no data depend on it
   }
 }

@@ -9,6 +9,7 @@
 // limits    sm_90a
 // tests     those of scalar_chunks.cuh
 #include "delta/sm90/scalar_stage.cuh"
+#include "delta/lengths.cuh"
 
 // From the includes:
 //   WorkTile: the block's sequence, head and tokens. IS_BACKWARDS: whether the pass takes the last chunk first
@@ -49,9 +50,9 @@ template <bool BACKWARDS> struct TokenScalars {
   }
 };
 
-// Fills `norms` with the inverse lengths 1 / sqrt(|x|^2 + 1e-6) of the 32 rows x from first_row on. |x|^2 is on the
-// diagonal of x x^T: of 16 rows, d[m][0] and d[m][1] are of the upper 8 rows with themselves, d[m][2] and d[m][3] of
-// the lower 8. Of the diagonal a lane with lane % 4 = g / 2 has rows g and g + 8, g = lane / 4.
+// Fills `norms` with the inverse lengths 1 / sqrt(|x|^2 + LEAST_SQUARE) of the 32 rows x from first_row on. |x|^2 is on
+// the diagonal of x x^T: of 16 rows, d[m][0] and d[m][1] are of the upper 8 rows with themselves, d[m][2] and d[m][3]
+// of the lower 8. Of the diagonal a lane with lane % 4 = g / 2 has rows g and g + 8, g = lane / 4.
 template <typename T, int PANELS>
 __device__ __forceinline__ void put_inverse_norms(T (&rows)[PANELS][2 * CHUNK][64], int first_row,
                                                   float (&norms)[CHUNK], int lane) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ void put_inverse_norms(T (&rows)[PANELS][2 * CHUNK][6
 #pragma unroll
     for (int n = 0; n < CHUNK; n += 8) {
       const float* squares = d[n / 16] + n % 16 / 4;
-      norms[n + g] = inverse_root((g & 1 ? squares[1] : squares[0]) + 1e-6f);
+      norms[n + g] = inverse_root((g & 1 ? squares[1] : squares[0]) + float(LEAST_SQUARE));
     }
 }
 
@@ -105,6 +106,7 @@ __device__ __forceinline__ float fill_row(float (&D)[CHUNK][32], const float* de
 template <class Memory, class Args>
 __device__ __forceinline__ void compute_decays(Memory& s, const Args& args, const WorkTile& work) {
   using T = typename Memory::T;
+  static_assert(CHUNK == 32, "a lane has a token");
   const int lane = threadIdx.x & 31;
   const bool is_float32[2] = {args.wide_gate != 0, args.wide_beta != 0};  // of gates, and of betas
   TokenScalars<IS_BACKWARDS<Memory>> gate, beta;

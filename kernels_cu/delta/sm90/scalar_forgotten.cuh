@@ -54,6 +54,7 @@ template <bool BACKWARDS, class Memory, class Args>
 __device__ __forceinline__ int remembered_chunks(Memory& s, const Args& args, const WorkTile& work) {
   using T = typename Memory::T;
   constexpr int THREADS = ALL_THREADS<Memory::BV>, WARPS = THREADS / 32;
+  static_assert(sizeof s.sums == WARPS * sizeof(float), "a sum for each warp of the block");
   if (!args.g.p) return -1;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, chunks = all_chunks(work);
   const auto share = [&](float x) {  // fills s.sums with the sum of x over each warp

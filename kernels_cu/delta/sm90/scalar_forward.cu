@@ -66,7 +66,7 @@ template <typename T> struct Args {
   i64 group;                        // value heads that share a head of queries and keys
   i64 state_k, state_v;             // the states' strides along K and V, in numbers
   i64 wide_gate, wide_beta;         // whether g, and beta, are float32; otherwise they are of type T
-  i64 normalized;                   // whether the kernel divides queries and keys x by sqrt(|x|^2 + 1e-6)
+  i64 normalized;                   // whether queries and keys are divided by their lengths
   double scale;
 };
 
@@ -150,5 +150,9 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<FORWARD, BK, BV>::B
   if (threadIdx.x == 0) s.from = segment.from, s.to = segment.to;  // for consumers, behind the barrier of run_roles
   run_roles(
       s, args, work, [&] { consume(s, args, work, column); }, [&] { make_operands(s, work.tokens); },
-      [&] { move_chunks(s, args, args.v, args.v_rows, args.o, args.o_rows, work, column); });
+      [&] {
+        move_chunks(
+            s, args, work, [&](auto f, auto& v) { f(v, args.v, args.v_rows, shape.V, column); },
+            [&](auto f, auto& o) { f(o, args.o, args.o_rows, shape.V, column); });
+      });
 }

@@ -11,7 +11,7 @@
 //           Diagonal blocks of N or R come from forward substitution. In every pass inverse21 = inverse22 X inverse11,
 //           X in place of M21, and inverse12 = 0. inverse_to_end: row i of `inverse` times gates.key_end_factors[i],
 //           the factor of k_i in Z
-// shapes    `inverse` and inverse_to_end have a row for each key j: they are stored transposed, split. minus_beta_M (in
+// shapes    `inverse` and inverse_to_end have a row for each key j: they are stored transposed, split. weighted_M (in
 //           all passes) has float32 diagonal blocks, and X, split, where M12 = 0 would be: rows 0 to 15, 16-bit columns
 //           32 to 47, their rounding errors in columns 48 to 63
 // barriers  waits for scores_ready: then D, which `inverse` overwrites, and B of the stage's previous chunk have been
@@ -31,13 +31,14 @@
 //     two numbers that have been rounded; multiply_split(d, a, b): d += a b of split a and b
 //   RingPosition: a chunk's stage, and the parity to wait for. opaque(x): x, whose origin it hides, so that the
 //     compiler computes offsets again: that saves registers
-//   HAS_BETA: FORWARD or SUMMARY, where `inverse` is times beta; IS_BACKWARDS: BACKWARD_STATES or BACKWARD_SUMMARY
+//   INVERSE_HAS_BETA: FORWARD or SUMMARY, where `inverse` is times beta; IS_BACKWARDS: BACKWARD_STATES or
+//     BACKWARD_SUMMARY
 
 // Forward substitution: x = column lane % 16 of the inverse of a diagonal block [16, 16], of the first 16 tokens for
-// lanes 0 to 15, of the last 16 for the others: x_i = I_i + sum_j minus_beta_M_ij x_j.
-__device__ __forceinline__ void substitute(float (&x)[16], const float (&minus_beta_M)[CHUNK][32], int lane) {
+// lanes 0 to 15, of the last 16 for the others: x_i = I_i + sum_j weighted_M_ij x_j.
+__device__ __forceinline__ void substitute(float (&x)[16], const float (&weighted_M)[CHUNK][32], int lane) {
   const int second_block = lane >> 4;
-  const char* const block = reinterpret_cast<const char*>(minus_beta_M[16 * second_block]);
+  const char* const block = reinterpret_cast<const char*>(weighted_M[16 * second_block]);
   // A piece has 4 floats. Piece j / 4 of the block's row i is piece 4 second_block + j / 4 of the array's, in place
   // (4 second_block + j / 4) ^ i % 8: bit 2 of that chooses between two addresses, by bit 2 of i; the other bits,
   // j / 4 ^ i % 4, are known when compiled.
@@ -71,7 +72,7 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
     const auto& gates = s.gates[ring.stage];
     mbarrier_wait(s.scores_ready[ring.stage], ring.parity);
     float x[16];
-    substitute(x, in.minus_beta_M, lane);
+    substitute(x, in.weighted_M, lane);
     const auto store_split_row = [&](Panel<T>& to, const float (&row)[8], int offset) {
       u32 rounded[4], errors[4];
 #pragma unroll
@@ -86,7 +87,8 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
     for (int half = 0; half < 2; ++half) {  // 8 of the block's queries i
       float numbers[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) numbers[i] = HAS_BETA<Memory> ? gates.beta[lane] * x[8 * half + i] : x[8 * half + i];
+      for (int i = 0; i < 8; ++i)
+        numbers[i] = INVERSE_HAS_BETA<Memory> ? gates.beta[lane] * x[8 * half + i] : x[8 * half + i];
       store_split_row(in.inverse, numbers, key_offset ^ 16 * half);
 #pragma unroll
       for (int i = 0; i < 8; ++i) numbers[i] *= gates.key_end_factors[16 * second_block + 8 * half + i];
@@ -107,8 +109,8 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       ldmatrix_x4(left[part], at_byte_offset(in.inverse, shifted_offset(left_offset, 0, 32 * part)));
-      ldmatrix_x4(right[part], at_byte_offset(in.minus_beta_M,
-                                              shifted_offset(right_operand_offset(opaque(lane)), 0, 32 + 16 * part)));
+      ldmatrix_x4(right[part],
+                  at_byte_offset(in.weighted_M, shifted_offset(right_operand_offset(opaque(lane)), 0, 32 + 16 * part)));
     }
     multiply_split<T>(y, left, right);
     split<T>(left[0], left[1], y);

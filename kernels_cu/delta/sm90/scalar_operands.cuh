@@ -23,16 +23,31 @@
 //     matrix
 //   Values, Operand: a lane's part of [16 rows, 32 columns], as sums and as a left operand
 //   wgmma_fence_operand(d): the compiler reads no register of d before it. OVERWRITE, ACCUMULATE: d = a b, d += a b
-//   RingPosition: a chunk's stage, and the parity to wait for. HAS_BETA: FORWARD or SUMMARY, where `inverse` is
+//   RingPosition: a chunk's stage, and the parity to wait for. INVERSE_HAS_BETA: FORWARD or SUMMARY, where `inverse` is
 //     times beta
 //   warp_arrive: one lane arrives for its warp. fence_proxy_async: orders stores before what wgmma and copies read
 //     later
 
+// A lane of the operands' warpgroup, and the byte offsets in a panel that it gives to ldmatrix and stmatrix:
+// left_offset for a left operand, or a product, at (0, 0); channel_offset for the warp's 16 of 64 channels.
+struct OperandLane {
+  int warp, lane, left_offset, channel_offset;  // warp: 0 to 3, of the warpgroup
+
+  __device__ __forceinline__ OperandLane(int warp, int lane)
+      : warp(warp),
+        lane(lane),
+        left_offset(left_operand_offset(lane)),
+        channel_offset(channel_operand_offset(lane, warp)) {}
+  __device__ __forceinline__ OperandLane()
+      : OperandLane(__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0), threadIdx.x & 31) {}
+};
+
 // Issues d = [q; k] k^T, a product [64, 32]: rows of queries, then of keys. A step sums over 16 channels, 32 bytes of
 // each row. K_MAJOR: the right tile has a row for each column of d.
 template <class Stage> __device__ __forceinline__ void start_scores(Values& d, Stage& in) {
-  // queries_keys is the stage's first member: the offset of the first panel's keys in the stage is also their distance
-  // from the panel's queries, in every panel. (As a constant, it costs registers in scalar_backward_tokens.cu.)
+  // The offset of the first panel's keys in the stage is also their distance from the panel's queries, in every panel.
+  // (As a constant, it costs registers in scalar_backward_tokens.cu.)
+  static_assert(__builtin_offsetof(Stage, queries_keys) == 0);
   const u64 descriptor = stage_descriptor(in);
 #pragma unroll
   for (int step = 0; step < 4 * int(sizeof in.queries_keys / sizeof in.queries_keys[0]); ++step) {
@@ -47,11 +62,12 @@ template <class Stage> __device__ __forceinline__ void start_scores(Values& d, S
 // A is stored split; BACKWARD_TOKENS stores none. Of M the diagonal blocks [16, 16] are stored in float32, as
 // -diag(beta) M, and M21, which warp 3 has, split where M12 = 0 would be: rounded elements in the 16-bit columns 32 to
 // 47 of rows 0 to 15, their errors in columns 48 to 63. M21 has no beta in FORWARD and SUMMARY: -M21. BACKWARD_TOKENS
-// stores -M diag(beta), of M21, too. left_offset: left_operand_offset.
+// stores -M diag(beta), of M21, too.
 template <class Memory>
 __device__ __forceinline__ void store_scores(Memory& s, const RingPosition<Memory::STAGES>& ring, Values& products,
-                                             int lane, int warp, int left_offset) {
+                                             const OperandLane& at) {
   using T = typename Memory::T;
+  const auto [warp, lane, left_offset, channel_offset] = at;
   // The lane has row `row` and the 8th after it. pair_offset: of two floats of `row`, at column 2 (lane % 4).
   const int row = 16 * (warp & 1) + lane / 4,
             pair_offset = 128 * 16 * (warp & 1) + swizzled_offset(lane / 4, lane / 2 & 1) + lane % 2 * 8;
@@ -77,7 +93,7 @@ __device__ __forceinline__ void store_scores(Memory& s, const RingPosition<Memor
     for (int h = 0; h < 2; ++h) {
       const float2 decay = *pair_at(in.D, n, h);
       float2 factor = {beta_factors[h], beta_factors[h]};
-      if (HAS_BETA<Memory> && has_M21 && n < 2) factor = {-factors[h], -factors[h]};
+      if (INVERSE_HAS_BETA<Memory> && has_M21 && n < 2) factor = {-factors[h], -factors[h]};
       if (Memory::PASS == BACKWARD_TOKENS) {
         const float2 beta = load_float2(gates.beta + 8 * n + 2 * (lane & 3));
         factor = {-factors[h] * beta.x, -factors[h] * beta.y};
@@ -92,31 +108,40 @@ __device__ __forceinline__ void store_scores(Memory& s, const RingPosition<Memor
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) *pair_at(in.minus_beta_M, n, h) = {scores[n][2 * h], scores[n][2 * h + 1]};
+      for (int h = 0; h < 2; ++h) *pair_at(in.weighted_M, n, h) = {scores[n][2 * h], scores[n][2 * h + 1]};
   } else {
 #pragma unroll
     for (int n = 2; n < 4; ++n)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) *pair_at(in.minus_beta_M, n, h) = {scores[n][2 * h], scores[n][2 * h + 1]};
+      for (int h = 0; h < 2; ++h) *pair_at(in.weighted_M, n, h) = {scores[n][2 * h], scores[n][2 * h + 1]};
     u32 rounded[4], errors[4];
     split<T>(rounded, errors, scores);
-    stmatrix_x4(at_byte_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 32)), rounded);
-    stmatrix_x4(at_byte_offset(in.minus_beta_M, shifted_offset(left_offset, 0, 48)), errors);
+    stmatrix_x4(at_byte_offset(in.weighted_M, shifted_offset(left_offset, 0, 32)), rounded);
+    stmatrix_x4(at_byte_offset(in.weighted_M, shifted_offset(left_offset, 0, 48)), errors);
   }
   mbarrier_arrive(s.scores_ready[ring.stage]);
 }
 
 // Computes the scores of a chunk, and stores them; for a warpgroup.
 template <class Memory>
-__device__ __forceinline__ void make_scores(Memory& s, const RingPosition<Memory::STAGES>& ring, int lane, int warp,
-                                            int left_offset) {
+__device__ __forceinline__ void make_scores(Memory& s, const RingPosition<Memory::STAGES>& ring,
+                                            const OperandLane& at) {
   Values d;
   mbarrier_wait(s.full[ring.stage], ring.parity);
   wgmma_fence();
   start_scores(d, s.stages[ring.stage]);
   wgmma_wait<0>();
   wgmma_fence_operand(d);
-  store_scores(s, ring, d, lane, warp, left_offset);
+  store_scores(s, ring, d, at);
+}
+// The same for the first two chunks. Afterwards `ring` is at the third one, whose scores the caller makes while it has
+// the first chunk, and so on.
+template <class Memory>
+__device__ __forceinline__ void make_first_scores(Memory& s, RingPosition<Memory::STAGES>& ring, int tokens,
+                                                  const OperandLane& at) {
+  static_assert(Memory::STAGES >= 3, "chunk, chunk + 1 and chunk + 2 have a stage each");
+#pragma unroll 1
+  for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, ring.next()) make_scores(s, ring, at);
 }
 
 // Computes a warp's block [16, 16] of B at (row, column), and stores -B_ij key_start_j to minus_BE, for W. part 0:
@@ -152,20 +177,16 @@ __device__ __forceinline__ void compute_B(float (&B)[2][4], Panel<T>& minus_BE, 
 // the queries times their factors + the product of keys and minus_BE. W overwrites the queries, B overwrites
 // inverse_to_end, Z overwrites M and (BK = 128) A.
 template <class Memory> __device__ __forceinline__ void make_operands(Memory& s, int tokens) {
-  static_assert(Memory::STAGES >= 3, "chunk, chunk + 1 and chunk + 2 have a stage each");
   using T = typename Memory::T;
   constexpr int PANELS = Memory::BK / 64;
   // Scores of chunk + 2 are computed while the product for W runs, with BK = 128. With 64 they come after it: two
   // blocks of 64 channels and columns share a multiprocessor's registers, which do not suffice.
   constexpr bool SCORES_DURING_W = PANELS == 2;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+  const OperandLane at;
+  const auto [warp, lane, left_offset, channel_offset] = at;
   const int row = 16 * (warp & 1), column = 16 * (warp >> 1);  // of the warp's block of B
-  const int lane = threadIdx.x & 31, channel_offset = channel_operand_offset(lane, warp),
-            left_offset = left_operand_offset(lane);
   RingPosition<Memory::STAGES> ring, scores_ring;
-#pragma unroll 1
-  for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scores_ring.next())
-    make_scores(s, scores_ring, lane, warp, left_offset);
+  make_first_scores(s, scores_ring, tokens, at);
 #pragma unroll 1
   for (int chunk = 0; chunk * CHUNK < tokens; ++chunk, ring.next(), scores_ring.next()) {
     auto& in = s.stages[ring.stage];
@@ -222,16 +243,14 @@ template <class Memory> __device__ __forceinline__ void make_operands(Memory& s,
     wgmma_commit();
     if constexpr (PANELS == 2) store_transposed(in.Z[1], channel_offset, z[1]);  // overwrites A
     store_split<T, 1>(in.B, shifted_offset(left_offset, row, column), B);
-    if (SCORES_DURING_W && has_scores) {          // while the product for W runs
-      const int lane = opaque(threadIdx.x) & 31;  // `opaque` has offsets computed again, which saves registers
-      store_scores(s, scores_ring, d, lane, warp, left_operand_offset(lane));
-    }
+    if (SCORES_DURING_W && has_scores)  // while the product for W runs. `opaque` has offsets computed again
+      store_scores(s, scores_ring, d, OperandLane(warp, opaque(threadIdx.x) & 31));
     wgmma_wait<0>();
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel)
       wgmma_fence_operand(w[panel]), store_transposed(in.queries_keys[panel], channel_offset, w[panel]);
     fence_proxy_async();
     warp_arrive(s.operands_ready[ring.stage]);
-    if (!SCORES_DURING_W && has_scores) make_scores(s, scores_ring, lane, warp, left_offset);
+    if (!SCORES_DURING_W && has_scores) make_scores(s, scores_ring, at);
   }
 }

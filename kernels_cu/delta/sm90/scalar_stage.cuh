@@ -20,7 +20,7 @@
 //           play no part
 // shapes    A kernel's struct of shared memory, `Memory` in the functions, has
 //           - PASS; T, the type of q, k and v; BK and BV, K and V of a block rounded up; STAGES
-//           - stages[STAGES]: Stage, or in BACKWARD_TOKENS a struct with Element, queries_keys, minus_beta_M, inverse,
+//           - stages[STAGES]: Stage, or in BACKWARD_TOKENS a struct with Element, queries_keys, weighted_M, inverse,
 //             inverse_to_end and D. gates[STAGES]: Gates; in BACKWARD_TOKENS they also have query_inverse and
 //             key_to_end, arrays of a number for each token. upcoming: Upcoming
 //           - the barriers below, one for each stage; in BACKWARD_TOKENS values_full are of its own number
@@ -42,8 +42,8 @@
 #include "delta/sm90/scalar_panels.cuh"
 
 enum Pass { FORWARD, SUMMARY, BACKWARD_STATES, BACKWARD_SUMMARY, BACKWARD_TOKENS };
-// Whether the states of a pass go forwards by N diag(beta): Z has beta.
-template <class Memory> constexpr bool HAS_BETA = Memory::PASS == FORWARD || Memory::PASS == SUMMARY;
+// Whether `inverse` is N diag(beta), the columns of N times beta.
+template <class Memory> constexpr bool INVERSE_HAS_BETA = Memory::PASS == FORWARD || Memory::PASS == SUMMARY;
 // Whether a pass goes backwards in time.
 template <class Memory>
 constexpr bool IS_BACKWARDS = Memory::PASS == BACKWARD_STATES || Memory::PASS == BACKWARD_SUMMARY;
@@ -56,15 +56,16 @@ template <typename T, int BK, int BV> struct alignas(1024) Stage {
   T queries_keys[BK / 64][2 * CHUNK][64];
   union {
     struct {
-      // Its diagonal blocks [16, 16] have -diag(beta) M. M's block at the lower left is stored at the upper right,
-      // where M is zero, negative and split. Which of them have beta: scalar_inverse.cuh.
-      float minus_beta_M[CHUNK][32];
+      // The matrix that is inverted is the identity minus this one: M times -beta of the row, in BACKWARD_TOKENS of the
+      // column. Diagonal blocks [16, 16] lie in place. The block at the lower left is at the upper right, where M is
+      // zero, split; in FORWARD and SUMMARY without beta (table in scalar_inverse.cuh).
+      float weighted_M[CHUNK][32];
       Panel<T> A;  // [query, key], split
     };
-    // Z[0] overwrites minus_beta_M once this has been inverted; Z[1], if BK = 128, A once B has been computed.
+    // Z[0] overwrites weighted_M once this has been inverted; Z[1], if BK = 128, A once B has been computed.
     Panel<T> Z[BK / 64];
   };
-  static_assert(sizeof minus_beta_M == sizeof(Panel<T>));
+  static_assert(sizeof weighted_M == sizeof(Panel<T>));
   static_assert((BK == 64 || BK == 128) && (BV == 64 || BV == 128));
   union {
     Panel<T> inverse_to_end;  // inverse_ij times key_end_factors[i] of Gates; [j, i], split: for Z

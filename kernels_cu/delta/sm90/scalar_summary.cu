@@ -34,7 +34,8 @@
 //   shape.H: value heads
 //   wgmma_fence_operand(d): d is not read before it
 //   Values, Operand: a lane's part of [the warp's 16 columns or channels, 32 tokens], as sums and as operands
-//   work_tile: the head and tokens of a segment; run_roles: calls the function of each warp's role
+//   work_tile: the head and tokens of a segment; run_roles: calls the function of each warp's role; move_chunks: the
+//     copying warp's, here of keys and values
 //   start_of_walk: sets the block's tokens to its segment's, and returns the state that the walk starts from, and where
 //     its last state goes; remembered_chunks: how many of the segment's last chunks remember nothing from before it
 //   Consumer: a lane of a consumer, and its column
@@ -44,7 +45,8 @@
 //     start_state_update: S += x rows; start_split_product: with a split matrix; decay_state: S times the chunk's
 //     decay; make_X: v less what keys read
 //   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
-//   make_scores, start_scores, store_scores: M; round_state: a state, rounded, as operands
+//   make_first_scores, start_scores, store_scores: M; OperandLane: a lane and its byte offsets; round_state: a state,
+//     rounded, as operands
 //   each_transposed: calls f(number, its address in memory) for this lane's numbers of a state
 //   RingPosition: a chunk's stage, and the parity to wait for; set_tokens: has the block work on these tokens
 //   CHUNK = 32 tokens; ALL_THREADS: of a block; Registers: of a thread, by role; warp_arrive: one lane arrives for its
@@ -62,7 +64,7 @@ template <typename T> struct Args {
   i64 group;                 // value heads that share a head of keys
   i64 state_k, state_v;      // the initial state's strides along K and V, in numbers
   i64 wide_gate, wide_beta;  // whether g, and beta, are float32; otherwise they are of type T
-  i64 normalized;            // whether the kernel divides keys k by sqrt(|k|^2 + 1e-6)
+  i64 normalized;            // whether keys are divided by their lengths
   double scale;              // of queries, which this kernel does not read
 };
 
@@ -78,48 +80,14 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
       operands_ready[STAGES], outputs_ready[STAGES];
 };
 
-// A warp that fills each stage with a chunk's keys, and, if has_values, with BV columns of its values from `column` on.
-template <class Memory>
-__device__ __forceinline__ void move_keys_and_values(Memory& s, const Args<typename Memory::T>& args,
-                                                     const WorkTile& work, bool has_values, int column) {
-  WorkTile keys = work;
-  keys.head /= int(args.group);
-  RingPosition<Memory::STAGES> ring;
-  // fetch_chunk: all lanes arrive at the barrier, whose phase ends when the copies have arrived.
-#pragma unroll 1
-  for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
-    auto& stage = s.stages[ring.stage];
-    if (token >= Memory::STAGES * CHUNK) {
-      mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
-      fence_proxy_async();  // orders consumers' reads before the copies that overwrite the stage
-    }
-    fetch_chunk(s.full[ring.stage], keys, token, [&](auto f) {
-      for (int panel = 0; panel < Memory::BK / 64; ++panel) {
-        auto& tile = *reinterpret_cast<Panel<typename Memory::T>(*)[1]>(&stage.queries_keys[panel][CHUNK]);
-        f(tile, args.k, args.k_rows, args.shape.K, 64 * panel);
-      }
-    });
-    if (has_values)
-      fetch_chunk(s.values_full[ring.stage], work, token,
-                  [&](auto f) { f(stage.values, args.v, args.v_rows, args.shape.V, column); });
-    __syncwarp();  // lanes that fetch_chunk has parted (lane 0 starts copies) go on together; no data depend on it
-  }
-}
-
-// The operands' warpgroup, all chunks. In each iteration: M of chunk + 2 (make_scores, or start_scores and
-// store_scores, which also wait for decays), and Z of the chunk, the product of keys and inverse_to_end, which
-// overwrites M. channel_offset and left_offset: byte offsets in a panel that the lane gives to ldmatrix and stmatrix.
+// The operands' warpgroup, all chunks. In each iteration: M of chunk + 2 (start_scores and store_scores, which also
+// waits for decays), and Z of the chunk, the product of keys and inverse_to_end, which overwrites M.
 template <class Memory> __device__ __forceinline__ void make_Z(Memory& s, int tokens) {
-  static_assert(Memory::STAGES >= 3, "chunk, chunk + 1 and chunk + 2 have a stage each");
   using T = typename Memory::T;
   constexpr int PANELS = Memory::BK / 64;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
-  const int lane = threadIdx.x & 31, channel_offset = channel_operand_offset(lane, warp),
-            left_offset = left_operand_offset(lane);
+  const OperandLane at;
   RingPosition<Memory::STAGES> ring, scores_ring;
-#pragma unroll 1
-  for (int chunk = 0; chunk < 2 && chunk * CHUNK < tokens; ++chunk, scores_ring.next())
-    make_scores(s, scores_ring, lane, warp, left_offset);
+  make_first_scores(s, scores_ring, tokens, at);
 #pragma unroll 1
   for (int chunk = 0; chunk * CHUNK < tokens; ++chunk, ring.next(), scores_ring.next()) {
     auto& in = s.stages[ring.stage];
@@ -127,7 +95,7 @@ template <class Memory> __device__ __forceinline__ void make_Z(Memory& s, int to
     Values z[PANELS], scores;
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel)
-      load_transposed(keys[panel], in.queries_keys[panel] + CHUNK, channel_offset);
+      load_transposed(keys[panel], in.queries_keys[panel] + CHUNK, at.channel_offset);
     const bool has_scores = (chunk + 2) * CHUNK < tokens;
     if (has_scores) mbarrier_wait(s.full[scores_ring.stage], scores_ring.parity);
     wgmma_fence();
@@ -145,10 +113,10 @@ template <class Memory> __device__ __forceinline__ void make_Z(Memory& s, int to
     wgmma_fence_operand(scores);
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel)
-      wgmma_fence_operand(z[panel]), store_transposed(in.Z[panel], channel_offset, z[panel]);
+      wgmma_fence_operand(z[panel]), store_transposed(in.Z[panel], at.channel_offset, z[panel]);
     fence_proxy_async();
     warp_arrive(s.operands_ready[ring.stage]);
-    if (has_scores) store_scores(s, scores_ring, scores, lane, warp, left_offset);
+    if (has_scores) store_scores(s, scores_ring, scores, at);
   }
 }
 
@@ -247,5 +215,9 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<SUMMARY, BK, BV>::B
   set_tokens(work, work.start + skipped, forgets && is_F ? 0 : work.tokens - skipped);
   run_roles(
       s, args, work, [&] { consume(s, args, work, ends, column); }, [&] { make_Z(s, work.tokens); },
-      [&] { move_keys_and_values(s, args, work, !is_F, column); });
+      [&] {
+        const auto values = [&](auto f, auto& v) { f(v, args.v, args.v_rows, shape.V, column); };
+        const bool has_values = !is_F;
+        move_chunks(s, args, work, values, [](auto, auto&) {}, has_values);
+      });
 }

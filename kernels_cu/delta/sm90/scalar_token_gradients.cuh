@@ -34,7 +34,7 @@ template <typename T, int BK> struct alignas(1024) GradientStage {
   using Element = T;
   T queries_keys[BK / 64][2 * CHUNK][64];  // rows 0 to 31: queries, overwritten by dq; rows 32 to 63: keys, by dk
   union {
-    float minus_beta_M[CHUNK][32];  // blocks of -M diag(beta), as store_scores places them
+    float weighted_M[CHUNK][32];  // blocks of -M diag(beta), as store_scores places them
     Panel<T> Z[BK / 64];
   };
   union {
@@ -55,6 +55,14 @@ template <typename T, int BK> struct alignas(1024) GradientStage {
 struct alignas(16) TokenGates : Gates {
   float key_to_end[CHUNK];     // L_i / |k|
   float query_inverse[CHUNK];  // 1 / |q|; only if args.normalized
+};
+
+// A lane of the gradients' warpgroup. Warps 0 and 1 have 16 rows of queries each, warps 2 and 3 (has_keys) of keys.
+struct GradientLane : OperandLane {
+  bool has_keys = warp >= 2;
+  int first_row = 16 * (warp & 1), row = first_row + lane / 4;  // of the warp; of the lane, which has `row` and row + 8
+  // Byte offsets for ldmatrix: of right operands; of the warp's 16 of the 64 rows of queries and keys.
+  int right_offset = right_operand_offset(lane), own_offset = shifted_offset(left_offset, 16 * warp, 0);
 };
 
 // Adds each x[n] over the 8 lanes that have the same lane % 4. Lane l returns the sum of x[l / 4].
@@ -87,21 +95,21 @@ __device__ __forceinline__ void each_of_panel(T (&panel)[2 * CHUNK][64], int off
 
 // Stores a warp's 16 rows of dqk (warps 0 and 1, rows are queries) or dkk (warps 2 and 3, rows are keys), and the terms
 // of dg and dbeta that these rows' pairs have for each token. products: F or -G; scores: q . k or k . k, without
-// decays. left_offset: left_operand_offset. A pair (i, j) has a term of dg for each token t with j < t <= i: of row i,
-// token t gets the sum over the keys before t, unless t > i.
+// decays. A pair (i, j) has a term of dg for each token t with j < t <= i: of row i, token t gets the sum over the keys
+// before t, unless t > i.
 template <class Memory>
 __device__ __forceinline__ void store_pairs(Memory& s, int stage, const Values& products, const Values& scores,
-                                            int lane, int warp, int left_offset) {
+                                            const GradientLane& at) {
   using T = typename Memory::T;
-  const bool has_keys = warp >= 2;
-  const int first_row = 16 * (warp & 1), g = lane / 4, t = lane % 4;
+  const bool has_keys = at.has_keys;
+  const int lane = at.lane, g = lane / 4, t = lane % 4;
   auto& in = s.stages[stage];
   const TokenGates& gates = s.gates[stage];
   const float (&row_factors)[CHUNK] = has_keys ? gates.key_factors : gates.query_factors;
   float pair_gradients[4][4], pair_terms[8] = {}, beta_terms[8] = {};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int i = first_row + g + 8 * h;
+    const int i = at.row + 8 * h;
     const float factor = row_factors[i];
     float earlier_keys = 0.f;  // the sum of terms of the row's keys before the n-th 8 keys
 #pragma unroll
@@ -132,10 +140,10 @@ __device__ __forceinline__ void store_pairs(Memory& s, int stage, const Values& 
       earlier_keys += __shfl_sync(0xffffffffu, lower_lanes + both, lane | 3);
     }
   }
-  store_split<T, 2>(has_keys ? in.dkk : in.dqk, shifted_offset(left_offset, first_row, 0), pair_gradients);
+  store_split<T, 2>(has_keys ? in.dkk : in.dqk, shifted_offset(at.left_offset, at.first_row, 0), pair_gradients);
   const int token = g / 2 * 8 + 2 * t + g % 2;  // the one whose sums sum_of_rows returns to this lane
-  s.pair_terms[warp][token] = sum_of_rows(pair_terms, lane);
-  s.beta_terms[warp][token] = sum_of_rows(beta_terms, lane);
+  s.pair_terms[at.warp][token] = sum_of_rows(pair_terms, lane);
+  s.beta_terms[at.warp][token] = sum_of_rows(beta_terms, lane);
 }
 
 // Stores dbeta (warp 0) and dg (warp 1) of a chunk.
@@ -163,11 +171,9 @@ __device__ __forceinline__ void store_token_gradients(const Memory& s, const Arg
 // that component after it has summed.
 template <class Memory, class Args>
 __device__ __forceinline__ void undo_normalization(Memory& s, const Args& args, int stage,
-                                                   float (&d)[Memory::BK / 64][32], int lane, int warp,
-                                                   int own_offset) {
+                                                   float (&d)[Memory::BK / 64][32], const GradientLane& at) {
   constexpr int PANELS = Memory::BK / 64;
-  const int row = 16 * (warp & 1) + lane / 4;
-  const float* const inverses = (warp < 2 ? s.gates[stage].query_inverse : s.gates[stage].key_factors) + row;
+  const float* const inverses = (at.has_keys ? s.gates[stage].key_factors : s.gates[stage].query_inverse) + at.row;
   const float inverse[2] = {inverses[0], inverses[8]};
   if (args.parts) {
     const float length[2] = {1.f / inverse[0], 1.f / inverse[1]};
@@ -181,14 +187,14 @@ __device__ __forceinline__ void undo_normalization(Memory& s, const Args& args, 
   float dots[2] = {};
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel)
-    each_of_panel(rows[panel], own_offset, [&](int i, float2 x, int h) {
+    each_of_panel(rows[panel], at.own_offset, [&](int i, float2 x, int h) {
       dots[h] = fmaf(x.x, d[panel][i], fmaf(x.y, d[panel][i + 1], dots[h]));
     });
 #pragma unroll
   for (int h = 0; h < 2; ++h) dots[h] = inverse[h] * inverse[h] * sum_over_lanes<4>(dots[h]);
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel)
-    each_of_panel(rows[panel], own_offset, [&](int i, float2 x, int h) {
+    each_of_panel(rows[panel], at.own_offset, [&](int i, float2 x, int h) {
       d[panel][i] = fmaf(-dots[h], x.x, d[panel][i]), d[panel][i + 1] = fmaf(-dots[h], x.y, d[panel][i + 1]);
     });
 }
@@ -197,18 +203,17 @@ __device__ __forceinline__ void undo_normalization(Memory& s, const Args& args, 
 // `parts`.
 template <class Memory, class Args>
 __device__ __forceinline__ void store_gradients(Memory& s, const Args& args, const WorkTile& work, int token, int stage,
-                                                float (&d)[Memory::BK / 64][32], int lane, int warp, int own_offset) {
+                                                float (&d)[Memory::BK / 64][32], const GradientLane& at) {
   using T = typename Memory::T;
   constexpr int PANELS = Memory::BK / 64;
-  const int first_row = 16 * (warp & 1) + lane / 4;  // this lane has this row and the 8th after it
-  if (args.normalized) undo_normalization(s, args, stage, d, lane, warp, own_offset);
+  if (args.normalized) undo_normalization(s, args, stage, d, at);
   if (args.parts) {
     // The row of `parts` that has this head's token 0, of gradients of q or of k.
-    const i64 head_row = ((warp / 2 * args.shape.B + work.batch) * args.shape.H + work.head) * args.shape.T;
-    const int channel = 2 * (lane % 4);
+    const i64 head_row = ((at.warp / 2 * args.shape.B + work.batch) * args.shape.H + work.head) * args.shape.T;
+    const int channel = 2 * (at.lane % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = token + first_row + 8 * h;
+      const int row = token + at.row + 8 * h;
       float* const to = args.parts + (head_row + work.start + row) * args.shape.K;
       if (row < work.tokens)
 #pragma unroll
@@ -228,63 +233,62 @@ __device__ __forceinline__ void store_gradients(Memory& s, const Args& args, con
       u32 packed[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) packed[m] = pack<T>(d[panel][8 * step + 2 * m], d[panel][8 * step + 2 * m + 1]);
-      stmatrix_x4(at_byte_offset(s.stages[stage].queries_keys[panel], shifted_offset(own_offset, 0, 16 * step)),
+      stmatrix_x4(at_byte_offset(s.stages[stage].queries_keys[panel], shifted_offset(at.own_offset, 0, 16 * step)),
                   packed);
     }
 }
 
 // Stores <S, dS> over the warp's columns: the diagonals of products [16 columns of S, 8 columns of dS] over channels.
-template <class Memory>
-__device__ __forceinline__ void store_state_dot(Memory& s, int lane, int warp, int left_offset, int right_offset) {
+template <class Memory> __device__ __forceinline__ void store_state_dot(Memory& s, const GradientLane& at) {
   using T = typename Memory::T;
   float dots[2][4] = {};
 #pragma unroll 1
-  for (int column = 16 * warp; column < Memory::BV; column += 64)
+  for (int column = 16 * at.warp; column < Memory::BV; column += 64)
 #pragma unroll
     for (int step = 0; step < Memory::BK / 16; ++step) {
       u32 a[4], b[4];
-      ldmatrix_x4(a, at_byte_offset(s.states[step / 4], shifted_offset(left_offset, column, step % 4 * 16)));
-      ldmatrix_x4(b, at_byte_offset(s.state_gradient[step / 4], shifted_offset(right_offset, column, step % 4 * 16)));
+      ldmatrix_x4(a, at_byte_offset(s.states[step / 4], shifted_offset(at.left_offset, column, step % 4 * 16)));
+      ldmatrix_x4(b,
+                  at_byte_offset(s.state_gradient[step / 4], shifted_offset(at.right_offset, column, step % 4 * 16)));
       mma_m16n8k16(dots[0], a, {b[0], b[1]}, T{}), mma_m16n8k16(dots[1], a, {b[2], b[3]}, T{});
     }
-  const int g = lane / 4;  // of diagonals a lane with t = g / 2 has column g % 2 of its two, in rows g and g + 8
+  const int g = at.lane / 4;  // of diagonals a lane with t = g / 2 has column g % 2 of its two, in rows g and g + 8
   const float diagonal = g % 2 ? dots[0][1] + dots[1][3] : dots[0][0] + dots[1][2];
-  const float sum = warp_sum(lane % 4 == g / 2 ? diagonal : 0.f);
-  if (lane == 0) s.state_dots[warp] = sum;
+  const float sum = warp_sum(at.lane % 4 == g / 2 ? diagonal : 0.f);
+  if (at.lane == 0) s.state_dots[at.warp] = sum;
 }
 
 // Makes the warp's rows d of S do and S dv the first terms of dq and dk, and stores read_terms: their products with the
 // same rows of q and k.
 template <class Memory>
-__device__ __forceinline__ void scale_state_products(Memory& s, float (&d)[Memory::BK / 64][32], int stage, int lane,
-                                                     int warp, int own_offset) {
+__device__ __forceinline__ void scale_state_products(Memory& s, float (&d)[Memory::BK / 64][32], int stage,
+                                                     const GradientLane& at) {
   const TokenGates& gates = s.gates[stage];
-  const bool has_keys = warp >= 2;
-  const int row = 16 * (warp & 1) + lane / 4;
+  const bool has_keys = at.has_keys;
+  const int row = at.row;
   const float* const factors = has_keys ? gates.key_start_factors : gates.query_start_factors;
   const float factor[2] = {has_keys ? -factors[row] : factors[row], has_keys ? -factors[row + 8] : factors[row + 8]};
   float terms[2] = {};
 #pragma unroll
   for (int panel = 0; panel < Memory::BK / 64; ++panel)
-    each_of_panel(s.stages[stage].queries_keys[panel], own_offset, [&](int i, float2 x, int h) {
+    each_of_panel(s.stages[stage].queries_keys[panel], at.own_offset, [&](int i, float2 x, int h) {
       d[panel][i] *= factor[h], d[panel][i + 1] *= factor[h];
       terms[h] = fmaf(x.x, d[panel][i], fmaf(x.y, d[panel][i + 1], terms[h]));
     });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     terms[h] = sum_over_lanes<4>(terms[h]);
-    if (lane % 4 == 0) s.read_terms[has_keys][row + 8 * h] = terms[h];
+    if (at.lane % 4 == 0) s.read_terms[has_keys][row + 8 * h] = terms[h];
   }
 }
 
 // Adds to d, the warp's rows of dq or dk, the products of dqk and dkk with queries and keys; returns when they have
 // ended. Called by the whole warpgroup, once all its warps have stored dqk and dkk.
 template <class Stage, int PANELS>
-__device__ __forceinline__ void add_pair_products(float (&d)[PANELS][32], Stage& in, int lane, int warp,
-                                                  int left_offset, int right_offset) {
+__device__ __forceinline__ void add_pair_products(float (&d)[PANELS][32], Stage& in, const GradientLane& at) {
   using T = typename Stage::Element;
-  const bool has_keys = warp >= 2;
-  const int first_row = 16 * (warp & 1);
+  const bool has_keys = at.has_keys;
+  const int first_row = at.first_row;
   // Left operands. Warps of queries multiply keys by dqk. Warps of keys multiply keys by dkk + dkk^T, and queries by
   // dqk^T; warps of queries multiply queries by 0. Indices: [tokens from 0 or from 16 on][rounded elements, or errors].
   u32 for_keys[2][2][4], for_queries[2][2][4];
@@ -294,12 +298,12 @@ __device__ __forceinline__ void add_pair_products(float (&d)[PANELS][32], Stage&
     for (int errors = 0; errors < 2; ++errors) {
       auto& left = has_keys ? in.dkk : in.dqk;
       ldmatrix_x4(for_keys[step][errors],
-                  at_byte_offset(left, shifted_offset(left_offset, first_row, 16 * step + 32 * errors)));
+                  at_byte_offset(left, shifted_offset(at.left_offset, first_row, 16 * step + 32 * errors)));
       u32 transposed_dkk[4];
       ldmatrix_x4_trans(transposed_dkk,
-                        at_byte_offset(in.dkk, shifted_offset(right_offset, 16 * step, first_row + 32 * errors)));
+                        at_byte_offset(in.dkk, shifted_offset(at.right_offset, 16 * step, first_row + 32 * errors)));
       ldmatrix_x4_trans(for_queries[step][errors],
-                        at_byte_offset(in.dqk, shifted_offset(right_offset, 16 * step, first_row + 32 * errors)));
+                        at_byte_offset(in.dqk, shifted_offset(at.right_offset, 16 * step, first_row + 32 * errors)));
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         for_keys[step][errors][m] |= has_keys ? transposed_dkk[m] : 0;  // dkk_ij or dkk_ji is +0
