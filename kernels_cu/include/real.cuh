@@ -3,13 +3,9 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-template <typename T> struct FloatOrDoubleOf {
-  using type = float;
-};
-template <> struct FloatOrDoubleOf<double> {
-  using type = double;
-};
-template <typename T> using FloatOrDouble = typename FloatOrDoubleOf<T>::type;
+template <typename T> constexpr bool IS_DOUBLE = false;
+template <> constexpr bool IS_DOUBLE<double> = true;
+template <typename T> using FloatOrDouble = Select<IS_DOUBLE<T>, double, float>;
 
 template <typename T> __device__ __forceinline__ FloatOrDouble<T> widened(T x) { return to_float(x); }
 template <> __device__ __forceinline__ double widened(double x) { return x; }

@@ -3,6 +3,15 @@
 
 constexpr float LOG2E = 1.4426950408889634f;
 
+// Select<CONDITION, X, Y>: the type X if CONDITION, else Y.
+template <bool CONDITION, typename X, typename Y> struct Selection {
+  using type = X;
+};
+template <typename X, typename Y> struct Selection<false, X, Y> {
+  using type = Y;
+};
+template <bool CONDITION, typename X, typename Y> using Select = typename Selection<CONDITION, X, Y>::type;
+
 // exp of a gate, which is a natural logarithm: 0 for -inf, and if the result is below float32's normal numbers.
 __device__ __forceinline__ float decay_of(float gate) { return exp2_approx(gate * LOG2E); }
 

@@ -50,13 +50,8 @@ template <typename T, int BV> struct alignas(1024) ValueStage {
 };
 
 // A byte for every consumer warp, from backward_queries.cu: see FLAGS in query_share.cuh.
-template <int BK> struct WarpFlagsOf {
-  using Type = u64;
-};
-template <> struct WarpFlagsOf<64> {
-  using Type = u32;
-};
-template <int BK> using WarpFlags = typename WarpFlagsOf<BK>::Type;
+template <int BK> using WarpFlags = Select<BK == 64, u32, u64>;
+static_assert(sizeof(WarpFlags<64>) == 64 / 16 && sizeof(WarpFlags<128>) == 128 / 16, "a warp has 16 channels");
 
 // RWKV-6: for every consumer warp, sub-chunk and lane, the sums over the lane's two channels of q_i u k_i, of the
 // lane's two tokens i. If gates are float32, the sums overwrite the second half of a warpgroup's g, which queries

@@ -282,12 +282,6 @@ __device__ __forceinline__ void add_initial_state(float (&S)[BV / 2], const floa
 
 // ---- second walk, to the border: S <- C S + (keys decayed to the chunk's end)^T values, any gates -------------------
 
-// Takes the factor `up` of a QueryScale back from a state.
-template <class ReadOrder, typename T, int BV>
-__device__ __forceinline__ void scale_down(float (&S)[BV / 2], const QueryScale& s) {
-  if (!s.is_one) scale_state<BV>(S, s.down[0], s.down[1]);
-}
-
 // S (BACKWARDS: dS): on call what the segment starts with, on return what the next one starts with. segment_decay, of
 // the lane's channels, is multiplied by the segment's decay.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
@@ -335,7 +329,7 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&segm
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_fence_operand(S);
-    if (BACKWARDS) scale_down<ReadOrder, T, BV>(S, query_scale);
+    if (!query_scale.is_one) scale_state<BV>(S, query_scale.down[0], query_scale.down[1]);
   } while (walk.goes_on(n, walk.vote(n, true)) && ++n);
 }
 

@@ -39,6 +39,7 @@
 //   low, high          the two bfloat16 numbers of a register as floats; remainder_of: their rounding errors
 //   cut_off            a float32 without its last 13 bits
 //   opaque             x, computed anew from there on: no register keeps what depends on it
+#include "half_products.cuh"
 #include "read_order.cuh"
 #include "tf32.cuh"
 
@@ -268,15 +269,6 @@ template <class ReadOrder, typename G, bool SECOND_NEGATED = false> struct GateC
   }
 };
 
-// d += a b: sums of a sub-chunk's gates a [channel, gate], counted by b [gate, token]; of 16-bit numbers of either
-// type.
-__device__ __forceinline__ void multiply_gates(LaneSubChunk& d, const u32 (&a)[4], const u32 (&b)[2], bf16) {
-  mma_bf16(d, a, b);
-}
-__device__ __forceinline__ void multiply_gates(LaneSubChunk& d, const u32 (&a)[4], const u32 (&b)[2], f16) {
-  mma_f16(d, a, b);
-}
-
 // Calls f(n, sums) for each sub-chunk n. b: an operand of GateCounts; sums, a LaneSubChunk: log2 of this lane's decays.
 template <typename G, bool SECOND_NEGATED, class F>
 __device__ __forceinline__ void sum_gates(const LaneGates<G, SECOND_NEGATED>& g, const u32 (&b)[2], F f) {
@@ -285,7 +277,7 @@ __device__ __forceinline__ void sum_gates(const LaneGates<G, SECOND_NEGATED>& g,
     u32 a[4];
     LaneSubChunk d = {};
     g.template operand<UNCLAMPED>(a, n);
-    multiply_gates(d, a, b, typename GateFormat<G>::Type{});
+    mma_m16n8k16(d, a, b, typename GateFormat<G>::Type{});
     f(n, d);
   }
 }
@@ -366,10 +358,10 @@ __device__ __forceinline__ void decays_from_middle(LaneSubChunk& queries, LaneSu
   LaneSubChunk read = {}, minus_written = {};
   gates.template operand<!LOADED_CLAMPED>(a, n);
   counts.read_from_middle(b);
-  multiply_gates(read, a, b, typename GateFormat<G>::Type{});
+  mma_m16n8k16(read, a, b, typename GateFormat<G>::Type{});
   if (READS_BEFORE_WRITE) {
     counts.written_to_middle(b);
-    multiply_gates(minus_written, a, b, typename GateFormat<G>::Type{});
+    mma_m16n8k16(minus_written, a, b, typename GateFormat<G>::Type{});
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -29,7 +29,7 @@
 // Since a_t counts as LEAST_DECAY = e^-20 at least in one sub-chunk, a part of a token passes a reset within its own
 // sub-chunk: e^-20 times the growth by the other gates, e^7 at most in chunks made as a whole, so e^-13 at most.
 //
-// T: the type of q and k; B: of operands at borders (BorderOf); GATES: the gates that a lane has of a token, 4, of its
+// T: the type of q and k; B: of operands at borders (Border); GATES: the gates that a lane has of a token, 4, of its
 // channels, or 1 if G is ScalarDecay; coord, a ProducerCoord: the lane's sub-chunk, first_row, and the first of its 4
 // channels; LANES: lanes of a sub-chunk. From the includes:
 //   unpack(x, y)   sets x to 4 numbers y as floats. times(y, x, f): y = x f, channel by channel. put_four stores 4
@@ -179,7 +179,7 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
     if (i > 0) earlier_key = load(i - 1);
     times(x, k, to_end);
     if constexpr (HAS_OUTPUTS) {
-      using B = typename Scores::Border;
+      using B = typename Scores::BorderType;
       const uint2 rounded =
           border_operand<T, B>(i == SUB_CHUNK - 1, loaded, x, scales, i);  // the last key has no decay yet
       store_if(coord.subchunk < 3, border + i * sizeof score_operands.rows[0], rounded);
@@ -254,7 +254,7 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
 #pragma unroll
     for (int c = 0; c < GATES; ++c) from_start[c] *= a[i][c];
     if (INCLUSIVE) times(x, q, from_start);
-    using B = typename Scores::Border;
+    using B = typename Scores::BorderType;
     const uint2 rounded = border_operand<T, B>(!INCLUSIVE && i == 0, loaded, x, scales, i);
     store_if(coord.subchunk > 0, &score_operands.rows[border_row + i].border_q[coord.channel], rounded);
     if (two_borders)

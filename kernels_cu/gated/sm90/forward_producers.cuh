@@ -19,7 +19,7 @@
 // limits    sm_90a; T of float16, bfloat16; BK of 64, 128; K and V multiples of 8; rows start on 16 bytes
 // tests     test_growth_on_hopper: GROWS in test_few_tokens, OUT_OF_FLOAT16 in test_rows_of_any_size
 //
-// T, B: the types of q and k, and of operands at borders (BorderOf). BORDER_IS_NARROWER: B is float16, but T is
+// T, B: the types of q and k, and of operands at borders (Border). BORDER_IS_NARROWER: B is float16, but T is
 // bfloat16. GATES: the gates that a lane has of a token: 4, of its channels, or 1 if G is ScalarDecay. coord: a
 // ProducerCoord: the lane's group, its thread in the group, its sub-chunk, first_row, and the first of its 4 channels.
 // PRODUCER_GROUPS: how many groups of the cluster take chunks in turn. s.u: RWKV-6's bonus u of each channel
@@ -191,7 +191,6 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   MBarrier& full = s.full[job.stage];
   const auto& decays = s.decays[coord.group];
   const float scale = float(args.scale);
-  using Border = typename BorderOf<Schedule::K_RANKS, T>::type;
   float a[SUB_CHUNK][GATES];  // decays of single tokens
   bool above_limit;
   bool grows = store_decays_and_vote<SCALES_ROWS>(a, above_limit, s, coord, scalar_gate, after_overflow);
@@ -228,7 +227,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     }
   };
   set_decay(later_decay, coord.subchunk % 2 == 0, coord.subchunk < 2);
-  const NeighbourDecay<T, Border, GATES> neighbour_decay(border_neighbour);
+  const NeighbourDecay<T, Border<Schedule::K_RANKS, T>, GATES> neighbour_decay(border_neighbour);
   if (job.fills) mbarrier_wait(s.empty[job.stage], job.fills - 1 & 1);  // consumers have read the stage
   if constexpr (Schedule::K_RANKS > 1) grows = wait_for_votes(s.votes, job.stage, job.fills & 1);
   if (__builtin_expect(grows, false)) return ChunkResult::GROWS;

@@ -20,15 +20,6 @@ constexpr int LARGEST_EXPONENT = 12, GROWN_EXPONENT = -9;
 // The larger absolute value of the two bfloat16 numbers in a register, as bits.
 __device__ __forceinline__ u32 largest_of(u32 two) { return max(two & 0x7fff, two >> 16 & 0x7fff); }
 
-// This lane's 4 channels of the rows of its sub-chunk: [i] is row i of the 8, as two registers.
-template <int BK> struct LaneRows {
-  const bf16 (&rows)[CHUNK][BK];
-  const ProducerCoord<BK>& coord;
-  __device__ __forceinline__ uint2 operator[](int i) const {
-    return *reinterpret_cast<const uint2*>(rows[coord.first_row + i] + coord.channel);
-  }
-};
-
 // The powers of two by which the sub-chunk's 8 rows are multiplied: 1 for rows in float16's range, unless the chunk
 // `grows`, that is, has log gates above 1/8. Each lane holds the scale of row lane % 8 and 1 / scale. All lanes of a
 // warp must call this, and scale_of.
@@ -41,7 +32,7 @@ template <int BK> struct RowScales {
     u32 x[SUB_CHUNK];
 #pragma unroll
     for (int i = 0; i < SUB_CHUNK; ++i) {
-      const uint2 four = LaneRows<BK>{rows, coord}[i];
+      const uint2 four = *reinterpret_cast<const uint2*>(rows[coord.first_row + i] + coord.channel);
       x[i] = larger_magnitudes_of_halves(four.x, four.y);
     }
     const u32 largest =

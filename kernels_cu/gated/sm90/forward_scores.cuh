@@ -211,12 +211,11 @@ template <int LANES, typename X, class Join> __device__ __forceinline__ X reduce
 template <typename M, typename B, int BK>
 __device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<true, M, B, BK>& score_operands,
                                             int queries, int keys, int lane) {
-  constexpr float LARGEST = 3.402823466e38f;
 #pragma unroll
   for (int x = 0; x < 4; ++x) {
     const float undo_q = score_operands.rows[queries + (lane >> 2) + 8 * (x >> 1)].undo_q;
-    // At most LARGEST: 0 times infinity would be NaN.
-    scores[x] *= fminf(undo_q * score_operands.rows[keys + 2 * (lane & 3) + (x & 1)].undo_k, LARGEST);
+    // Finite, since 0 times infinity would be NaN.
+    scores[x] *= fminf(undo_q * score_operands.rows[keys + 2 * (lane & 3) + (x & 1)].undo_k, LARGEST_FLOAT);
   }
 }
 

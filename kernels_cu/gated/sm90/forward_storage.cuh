@@ -43,36 +43,20 @@ template <typename G> constexpr bool HAS_CHANNEL_GATES = GATES_PER_TOKEN<G> == 4
 // T is, else tf32, which is stored as float.
 template <typename T> constexpr bool IS_BFLOAT16 = false;
 template <> constexpr bool IS_BFLOAT16<bf16> = true;
-template <typename T> struct WideOf {
-  using type = float;
-};
-template <> struct WideOf<bf16> {
-  using type = bf16;
-};
-template <typename T> using Wide = typename WideOf<T>::type;
+template <typename T> using Wide = Select<IS_BFLOAT16<T>, bf16, float>;
 
-// MiddleOf<K_RANKS, T>::type is the type of operands that are decayed from or to the middle of a sub-chunk of 8 tokens:
-// Wide<T>; tf32 if a score is the sum of two blocks' scores (K_RANKS is 2), since these may cancel.
-template <int K_RANKS, typename T> struct MiddleOf {
-  using type = float;
-};
-template <typename T> struct MiddleOf<1, T> {
-  using type = Wide<T>;
-};
+// The type of operands that are decayed from or to the middle of a sub-chunk of 8 tokens: Wide<T>; tf32 if a score is
+// the sum of two blocks' scores (K_RANKS is 2), since these may cancel.
+template <int K_RANKS, typename T> using Middle = Select<K_RANKS == 1, Wide<T>, float>;
 
-// BorderOf<K_RANKS, T>::type is the type of operands that are decayed from or to a border between sub-chunks: float16,
-// since decays to a border are at most 1 and make no operand larger. A row of q or k that exceeds float16's range is
-// scaled (forward_scales.cuh). If K_RANKS > 1, the type is T.
-template <int K_RANKS, typename T> struct BorderOf {
-  using type = T;
-};
-template <typename T> struct BorderOf<1, T> {
-  using type = f16;
-};
+// The type of operands that are decayed from or to a border between sub-chunks: float16, since decays to a border are
+// at most 1 and make no operand larger. A row of q or k that exceeds float16's range is scaled (forward_scales.cuh). If
+// K_RANKS > 1, the type is T.
+template <int K_RANKS, typename T> using Border = Select<K_RANKS == 1, f16, T>;
 // Whether operands at borders have a smaller range than T: float16's, while T is bfloat16.
 template <class Schedule, typename T>
 constexpr bool BORDER_IS_NARROWER =
-    Schedule::has_outputs && IS_BFLOAT16<T> && !IS_BFLOAT16<typename BorderOf<Schedule::K_RANKS, T>::type>;
+    Schedule::has_outputs && IS_BFLOAT16<T> && !IS_BFLOAT16<Border<Schedule::K_RANKS, T>>;
 
 // Whether a score is stored as two numbers of type T, the rounded score and its rounding error, which are multiplied
 // by v separately. bfloat16 alone would have too little precision; the sum of two blocks' scores (K_RANKS > 1) may
@@ -168,7 +152,7 @@ template <typename T, int BK> struct alignas(128) InputStage<false, T, ScalarDec
 // group's warps write them, and read them after the group's barrier. Rows are padded, so that the 16 bytes that
 // ldmatrix reads of each of eight rows are in different banks.
 template <bool HAS_OUTPUTS, typename M, typename B, int BK> struct alignas(128) ScoreOperands {
-  using Border = B;
+  using BorderType = B;
   struct alignas(16) Row {
     M middle_q[BK], middle_k[BK];  // decayed from and to the middle of their sub-chunk
     // Queries decayed from a border, keys decayed to it, 8 rows of a sub-chunk at a time. A row has one border:
@@ -223,8 +207,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
 
   Operands<HAS_OUTPUTS, T, BK, K_RANKS, STAGES, SHARED> operands;
   T v[BV / PANEL][VALUE_SLOTS][CHUNK][PANEL];  // consumers overwrite v by o
-  ScoreOperands<HAS_OUTPUTS, typename MiddleOf<K_RANKS, T>::type, typename BorderOf<K_RANKS, T>::type, BK>
-      score_operands[GROUPS];
+  ScoreOperands<HAS_OUTPUTS, Middle<K_RANKS, T>, Border<K_RANKS, T>, BK> score_operands[GROUPS];
   InputStage<HAS_OUTPUTS, T, G, BK> inputs[GROUPS];
   float decays[GROUPS][NUM_SUBCHUNKS][BK];  // of each channel over each sub-chunk; written and read by the group
   float u[BK];                              // RWKV-6's bonus

@@ -145,14 +145,13 @@ __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV /
   }
 }
 
-// Starts part `part` of the product x[channel, token] = S tokens^T in tf32, which has NUM_SUBCHUNKS parts, since
-// callers start one beside the work of each sub-chunk; a part sums over BV / NUM_SUBCHUNKS columns. columns: registers
-// for the part's copy of S. First waits for the previous part, whose copy of S is in the same registers. Callers commit
-// no other group between parts, and wait after the last one before they read x.
-template <int BV>
-__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / NUM_SUBCHUNKS][4],
-                                                      const float (&S)[BV / 2], FloatTile<BV>& tokens, int part) {
-  constexpr int TILES = BV / 8 / NUM_SUBCHUNKS;
+// Starts part `part` of the product x[channel, token] = S tokens^T in tf32: it sums over TILES times 8 columns. Callers
+// start a part beside the work of each sub-chunk. columns: registers for the part's copy of S. First waits for the
+// previous part, whose copy of S is in the same registers. Callers commit no other group between parts, and wait after
+// the last one before they read x.
+template <int BV, int TILES>
+__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[TILES][4], const float (&S)[BV / 2],
+                                                      FloatTile<BV>& tokens, int part) {
   if (part) wgmma_wait<0>();
 #pragma unroll
   for (int n = 0; n < TILES; ++n)
@@ -229,17 +228,7 @@ __device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[
 template <int BV>
 __device__ __forceinline__ void start_state_read(Values& x, const float (&S)[BV / 2], FloatTile<BV>& tokens) {
   u32 columns[BV / 8][4];
-#pragma unroll
-  for (int n = 0; n < BV / 8; ++n)
-#pragma unroll
-    for (int m = 0; m < 4; ++m)
-      columns[n][m] = __float_as_uint(TF32_CORRECTION * S[4 * n + (m == 1 ? 2 : m == 2 ? 1 : m)]);
-  const u64 b = k_major_tile(tokens);
-  wgmma_fence();
-#pragma unroll
-  for (int n = 0; n < BV / 8; ++n)
-    wgmma<tf32, CHUNK, K_MAJOR>(x, columns[n], b + (n / 4 * CHUNK * 128 + n % 4 * 32) / 16, n > 0);
-  wgmma_commit();
+  start_state_read_part<BV>(x, columns, S, tokens, 0);
 }
 
 // Starts S[channel, column] += sum over tokens of x[channel, token] tokens[token, column]. The caller has called
