@@ -13,7 +13,6 @@ from test_gradient_kernels import Call, Case, large
 from linattn_np import gla, retention, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import segments as cuts
-from linattn_np.backends.cupy.plan import token_arrays
 from linattn_np.declarations import GLA, LINEAR_ATTENTION, RETENTION, RWKV6, SIMPLE_GLA
 
 CASES = {  # on both sides of the tiles' edges; each for one operator, since every instance takes seconds to compile
@@ -114,7 +113,7 @@ def test_few_tokens_take_the_kernels_for_every_card(H, T, taken, monkeypatch):
     """Each tile has launches of its own, and one block a head goes through all tokens of a segment."""
     monkeypatch.undo()
     problem = large(GLA, K=256, V=256, T=T, H=H)
-    assert bool(cuts.segments_of_tiles(problem, EmulatedDevice(90), token_arrays(problem)).count) == taken
+    assert (cuts.backward_way(problem, EmulatedDevice(90)) == cuts.TILED) == taken
     assert ("tiles" in planned.plan_of(problem, EmulatedDevice(90)).tiles) == taken
 
 

@@ -395,7 +395,7 @@ def test_a_cut_asks_the_device():
 def test_each_decision_is_made_once_a_plan(op, H, T, gradient, monkeypatch):
     asked = []
     cheapest = ("cheapest_forward_count", "cheapest_backward_count")
-    for name in ("forward_cut", "hoppers_backward_segments", *cheapest, "split_columns"):
+    for name in ("forward_cut", "backward_way", *cheapest, "split_columns"):
         decide = getattr(segments, name)
         monkeypatch.setattr(segments, name, lambda *a, name=name, decide=decide: (asked.append(name), decide(*a))[1])
     shapes = {"B H T": (1, H, T), "B H T K": (1, H, T, 128), "B H T V": (1, H, T, 128)}

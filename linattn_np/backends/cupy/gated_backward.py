@@ -76,10 +76,9 @@ def plan_summary_vjp(problem, device, do, saved=()):
     The plan saves the segments' summaries for `plan_vjp`. None where computing all gradients takes no longer. `saved`
     is as in `plan_vjp`; if it has states, only the summaries backwards in time are computed.
     """
-    P = segments.hoppers_backward_segments(problem, device).count
-    if not P:
+    if segments.backward_way(problem, device) != HOPPER:
         return None
-    draft, (K, V) = Draft(), problem.shape("K V")
+    draft, (K, V), P = Draft(), problem.shape("K V"), segments.segments_of_pullback(problem, device).count
     read = dict(zip("qkvg", draft.mapped_inputs(problem), strict=True))
     read["do_"] = draft.mapped(draft.cotangents(problem, do)[0], "do")
     kernel = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, read["g"].dtype, K, V)

@@ -34,7 +34,7 @@ from .gated_kernels import PANEL
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, aligned16
 from .scalar_decay_kernels import SUMS_AT_ONCE, WeightedSums
-from .segments import HOPPER, PORTABLE, TILED
+from .segments import COPIED, HOPPER, PORTABLE, TILED
 
 WARP = 32  # threads
 COLUMNS_MULTIPLE = 4  # of which [S | z] has a multiple: float32 columns in 16 bytes
@@ -73,8 +73,8 @@ def plan_summary(problem, device):
     Hopper's kernels; None on other cards."""
     draft = Draft()
     gla = as_gla(draft, problem)
-    cut = segments.scalar_forward_cut(gla, device)
-    if cut is None:
+    cut = segments.scalar_forward_cut(gla, device, summary=True)
+    if cut.way != HOPPER:
         return None
     cut = segments.without_a_short_segment(gla, device, cut)
     # o is not written, but the kernel needs a tensor map of some array in its place: v
@@ -270,30 +270,18 @@ def launch_feature_map(draft, x, y, phi, reason=""):
 
 # -- forward on Hopper -------------------------------------------------------------------------------------------------
 def plan_gla(draft, gla, device, reason, summaries=()):
-    """A plan of gla with a gate [B, H, T, 1]: by Hopper's kernels if `segments.scalar_forward_cut` takes them, else by
-    `gated` with a copy of the gate for every channel, which `draft` makes; `reason` is what `explain` prints for that
-    copy."""
+    """A plan of gla with a gate [B, H, T, 1], as `segments.scalar_forward_cut` says; `draft` makes the copies of the
+    gate for every channel, for which `reason` is what `explain` prints."""
     if gla.dtype == DOUBLE and gla.mode != "staged":
         return float64.plan(gla, device)
-    if gla.mode == "chunk" and copies_are_faster(gla, device):
-        return aligned_copies.plan_on_copies(gla, lambda copies: plan_gla(draft, copies, device, reason), keep="g")
     cut = segments.scalar_forward_cut(gla, device)
-    if cut is None:
+    if cut.way == COPIED:
+        return aligned_copies.plan_on_copies(gla, lambda copies: plan_gla(draft, copies, device, reason), keep="g")
+    if cut.way == PORTABLE:
         return gated.plan(with_gate_of_every_channel(draft, gla, reason), device)
     gla_draft = Draft()
     o = gla_draft.output(gla, cut.fits)
     return scalar_forward_pass(gla_draft, gla, cut, o).plan(gla_draft.final(gla), summaries)
-
-
-def copies_are_faster(gla, device) -> bool:
-    """Whether the forward pass is computed on copies whose rows are whole pieces of 16 bytes, as
-    `segments.copies_are_faster` says for gates of every channel; a shared gate is copied for every channel after that.
-    """
-    arrays = [gla[name] for name in "qkv"]
-    few = segments.are_small(gla, device) or gla.spans.longest <= segments.FEW_TOKENS
-    for_hopper = not segments.takes_small_heads(gla, device) and segments.only_copies_fit_hopper(gla, device, arrays)
-    least_piece = segments.LEAST_PIECE_OF_SMALL if few else segments.LEAST_PIECE
-    return for_hopper or segments.load_slowly(arrays, least_piece)
 
 
 def scalar_forward_pass(draft, gla, cut, o) -> ForwardPass:
@@ -386,14 +374,13 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, summaries=(), wants_dg=Tru
     """
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
-    # the kernels of every card read no other rows, either; copied before the gate is, so that its copies have such rows
-    if segments.load_slowly([*(gla[name] for name in "qkv"), do], 16) and not segments.are_short(gla, device):
+    cut = segments.scalar_backward_cut(gla, device, do, bool(summaries))
+    if cut.way == COPIED:
 
         def plan_of_copies(copies, do, dht):
             return plan_gla_vjp(draft, copies, device, do, dht, reason, wants_dg=wants_dg)
 
         return aligned_copies.plan_on_copies(gla, plan_of_copies, do, dht, keep="g")
-    cut = segments.scalar_backward_cut(gla, device, bool(summaries))
     if cut.way == PORTABLE:
         spread = with_gate_of_every_channel(draft, gla, reason)
         return gated_backward.plan_vjp(spread, device, do, dht, sums_dg=wants_dg)

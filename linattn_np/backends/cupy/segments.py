@@ -65,10 +65,9 @@ from .scalar_decay_kernels import SUMS_AT_ONCE, ScalarBackwardSegments, Weighted
 # -- constants ---------------------------------------------------------------------------------------------------------
 SEGMENT = 128  # tokens of the shortest segment, where the number of segments is not chosen by a cost
 MOST_PARTS = 16  # the most parts of a segment that is summarised
-# A kernel waits for every piece of a row that it loads if pieces have fewer bytes (`load_slowly`): portable forward
-# kernels; those of small heads. Backward kernels need 16 bytes. FEW_TOKENS: forward kernels compute sequences of so
-# many tokens from pieces of 4 bytes in less time than copying launches would take.
-LEAST_PIECE, LEAST_PIECE_OF_SMALL, FEW_TOKENS = 8, 4, 64
+# A kernel waits for every piece of a row that it loads if pieces have fewer bytes (`load_slowly`): a portable forward
+# kernel; one of small heads, or of sequences of at most FEW_TOKENS tokens, as copies would take longer; a backward one.
+LEAST_PIECE, LEAST_PIECE_OF_FEW, LEAST_PIECE_BACKWARD, FEW_TOKENS = 8, 4, 16, 64
 COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal: the cut with the fewest segments wins
 
 # Heads of at most 16 channels and columns.
@@ -181,8 +180,8 @@ def are_small(problem, device) -> bool:
 
 
 def takes_short_backward(problem, tile) -> bool:
-    """Whether the backward kernel for short sequences computes a pullback: it can, and it takes less time than the
-    kernels in chunks.
+    """Whether the backward kernel for short sequences computes a pullback of heads that are not small: it can, and it
+    takes less time than the kernels in chunks.
 
     tile : the most channels and columns of a state with which those kernels may take less: their tile in half
         precision; 0 if they never do
@@ -194,13 +193,6 @@ def takes_short_backward(problem, tile) -> bool:
     few = 8 if widest <= TILES[0] else GatedShortBackward.TOKENS
     computes = min(problem.shape("K V")) > 0 and longest <= GatedShortBackward.TOKENS
     return computes and (widest > tile or problem.initial_state is None and longest <= few)
-
-
-def are_short(problem, device) -> bool:
-    """Whether a pullback is computed by the kernel for short sequences: heads are not small, and Hopper's own kernels
-    cannot compute the pullback or take longer."""
-    tile = TILES[-1] if fits_hopper(problem, device, token_arrays(problem)) else 0
-    return not are_small(problem, device) and takes_short_backward(problem, tile)
 
 
 def are_wide(problem, device) -> bool:
@@ -353,31 +345,35 @@ def without_a_short_segment(problem, device, cut) -> ForwardCut:
 
 def forward_cut(problem, device) -> ForwardCut:
     """How the forward pass is computed for gates of every channel."""
-    arrays = token_arrays(problem)
+    small = are_small(problem, device)
+    hopper = not small and fits_hoppers_forward(problem, device, token_arrays(problem))
     # The option "final_state" is an array of a model, to which kernels write the last states themselves.
-    if "final_state" not in problem.options and copies_are_faster(problem, device):
+    if not hopper and "final_state" not in problem.options and copies_are_faster(problem, device):
         return ForwardCut(COPIED)
-    if are_small(problem, device):
-        return small_forward_cut(problem, device)
-    if fits_hoppers_forward(problem, device, arrays):
-        # whether a pullback by Hopper's own kernels follows: their other conditions hold already
-        pullback_follows = problem.gradient and fits_a_tile(problem)
-        backward = segments_of_pullback(problem, device) if pullback_follows else NO_PULLBACK
-        return hoppers_forward_cut(problem, device, backward)
-    return portable_forward_cut(problem, device)
+    if hopper:
+        follows = problem.gradient and backward_way(problem, device) == HOPPER
+        return hoppers_forward_cut(problem, device, segments_of_pullback(problem, device) if follows else NO_PULLBACK)
+    return small_forward_cut(problem, device) if small else portable_forward_cut(problem, device)
 
 
 def copies_are_faster(problem, device) -> bool:
-    """Whether the forward pass is computed on copies whose rows are whole pieces of 16 bytes: if Hopper's own kernels
-    can read no others, or if the kernels of every card load slowly. (Where Hopper's own kernels can read rows of these
-    lengths, only arrays at other addresses are copied: see `Draft.mapped`.)"""
-    arrays = token_arrays(problem)
-    small = are_small(problem, device)
-    if not small and fits_hoppers_forward(problem, device, arrays):
-        return False
-    if small or problem.spans.longest <= FEW_TOKENS:
-        return load_slowly(arrays, LEAST_PIECE_OF_SMALL)
-    return only_copies_fit_hopper(problem, device, arrays) or load_slowly(arrays, LEAST_PIECE)
+    """Whether a forward pass that Hopper's own kernels cannot compute as it is takes less time on copies whose rows are
+    whole pieces of 16 bytes: if Hopper's own kernels can read these, or if the kernels of every card load slowly.
+    (Where Hopper's own kernels can read rows of these lengths, only arrays at other addresses are copied: see
+    `Draft.mapped`.)"""
+    arrays, few = token_arrays(problem), are_few(problem, device)
+    return not few and only_copies_fit_hopper(problem, device, arrays) or loads_forward_slowly(problem, device, arrays)
+
+
+def are_few(problem, device) -> bool:
+    """Whether heads are so small, or sequences so short, that pieces of 4 bytes are loaded in less time than copies
+    take."""
+    return are_small(problem, device) or problem.spans.longest <= FEW_TOKENS
+
+
+def loads_forward_slowly(problem, device, arrays) -> bool:
+    """Whether the forward kernels of every card load rows of `arrays` slowly."""
+    return load_slowly(arrays, LEAST_PIECE_OF_FEW if are_few(problem, device) else LEAST_PIECE)
 
 
 def only_copies_fit_hopper(problem, device, arrays) -> bool:
@@ -571,26 +567,35 @@ def backward_cut(problem, device, do, sums_dg=False, saved=None, summarised=Fals
     saved : the states at the segments' starts or none, as in `gated_backward.plan_vjp`
     summarised : whether the segments are summarised already
     """
-    if are_short(problem, device):
+    way = backward_way(problem, device, sums_dg)
+    if way == SHORT:
         kernel = GatedShortBackward(read_order(problem.op), problem.dtype, gate_dtype(problem))
         return BackwardCut(SHORT, device, kernels=(kernel,))
-    backward, arrays = hoppers_backward_segments(problem, device), token_arrays(problem)
-    if backward.count:
+    if way in (HOPPER, TILED):
+        backward = segments_of_pullback(problem, device)
+        if way == TILED:
+            return BackwardCut(TILED, device, backward.count, short=backward.short)
         forward = None  # the pass that computes the states at the segments' starts
         if backward.count > 1 and saved == () and not summarised:
             forward = hoppers_forward_cut(problem, device, backward)
             if not forward.gives_starts:
                 forward = None
         return hoppers_backward_cut(problem, device, backward, bool(saved) or forward is not None, summarised, forward)
-    if not sums_dg:
-        of_tiles = segments_of_tiles(problem, device, arrays)
-        if of_tiles.count:
-            return BackwardCut(TILED, device, of_tiles.count, short=of_tiles.short)
-    if load_slowly([*arrays, do], 16):
+    if load_slowly([*token_arrays(problem), do], LEAST_PIECE_BACKWARD):
         return BackwardCut(COPIED, device)
+    return small_backward_cut(problem, device) if way == SMALL else portable_backward_cut(problem, device, sums_dg)
+
+
+def backward_way(problem, device, sums_dg=False) -> str:
+    """The way of a pullback for gates of every channel, if no array is copied. `sums_dg` as in `backward_cut`."""
+    hopper = fits_hopper(problem, device, token_arrays(problem))
     if are_small(problem, device):
-        return small_backward_cut(problem, device)
-    return portable_backward_cut(problem, device, sums_dg)
+        return SMALL
+    if takes_short_backward(problem, TILES[-1] if hopper else 0):
+        return SHORT
+    if hopper and fits_a_tile(problem):
+        return HOPPER
+    return TILED if hopper and not sums_dg and worth_tiles(problem, device) else PORTABLE
 
 
 def small_backward_cut(problem, device):
@@ -619,14 +624,6 @@ def portable_backward_cut(problem, device, sums_dg):
     P = summarised_segments(states, states.blocks(K, V), problem, device)
     values = GatedBackwardValues.fitting(*instance, V, device.shared_per_block)
     return BackwardCut(PORTABLE, device, P, (GatedBackwardChannels(*instance), values), states)
-
-
-def hoppers_backward_segments(problem, device) -> BackwardSegments:
-    """The segments of Hopper's own backward kernels; NO_PULLBACK if others compute the problem."""
-    if are_small(problem, device) or are_short(problem, device):
-        return NO_PULLBACK
-    fits = fits_hoppers_backward(problem, device, token_arrays(problem))
-    return segments_of_pullback(problem, device) if fits else NO_PULLBACK
 
 
 def segments_of_pullback(problem, device) -> BackwardSegments:
@@ -660,23 +657,9 @@ def hoppers_backward_cut(problem, device, backward, starts_known, summarised=Fal
     return BackwardCut(HOPPER, device, backward.count, tuple(kernels), summary, short, blocks, forward)
 
 
-def fits_hoppers_backward(problem, device, arrays) -> bool:
-    """Whether Hopper's own backward kernels can read a problem's arrays, or copies of them."""
-    return fits_a_tile(problem) and fits_hopper(problem, device, arrays)
-
-
 def fits_a_tile(problem) -> bool:
     """Whether a problem has at most the channels and columns of one tile of the state."""
     return max(problem.shape("K V")) <= TILES[-1]
-
-
-def segments_of_tiles(problem, device, arrays, shared=False) -> BackwardSegments:
-    """The segments if Hopper's own kernels compute a problem of more than 128 channels or columns in tiles; NO_PULLBACK
-    if others do. `shared`: whether channels share a gate."""
-    if fits_a_tile(problem) or not fits_hopper(problem, device, arrays):
-        return NO_PULLBACK
-    backward = segments_of_pullback(problem, device)
-    return backward if worth_tiles(problem, backward.count, device, shared) else NO_PULLBACK
 
 
 def cheapest_backward_count(blocks, longest, capacity, K, V) -> int:
@@ -724,13 +707,14 @@ def short_segment(P, blocks, T, capacity, K, V) -> int:
     return length if COST_TOLERANCE * cost < backward_cost(P, blocks, T, capacity, K, V) else 0
 
 
-def worth_tiles(problem, P, device, shared) -> bool:
+def worth_tiles(problem, device, shared=False) -> bool:
     """Whether Hopper's own backward kernels, for one tile of the state after the other, cost less than the portable
-    kernels. Portable kernels have chunks of 64 tokens, read every chunk again for every 64 channels, and compute scores
-    for 128 columns at a time. If channels share a gate (`shared`) whose gradient is wanted, a tile takes half of the
-    time, and the portable kernels take PORTABLE_TF32 times as long, since they then multiply float32 numbers as tf32
-    ones."""
+    kernels, if they can read the arrays. Portable kernels have chunks of 64 tokens, read every chunk again for every 64
+    channels, and compute scores for 128 columns at a time. If channels share a gate (`shared`) whose gradient is
+    wanted, a tile takes half of the time, and the portable kernels take PORTABLE_TF32 times as long, since they then
+    multiply float32 numbers as tf32 ones."""
     (B, N, H, K, V), capacity, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
+    P = segments_of_pullback(problem, device).count
     sizes = P, N * H, problem.spans.longest, capacity, min(K, TILES[-1]), min(V, TILES[-1])
     sums_dg = shared and has_own_gates(problem)
     if sums_dg:
@@ -807,12 +791,18 @@ def stage_cut(problem, device, chunk, blocks) -> ForwardCut:
 
 
 # -- gates that channels share -----------------------------------------------------------------------------------------
-def scalar_forward_cut(problem, device) -> ForwardCut | None:
-    """How the forward pass is computed for a gate [B, H, T, 1], by Hopper's kernels, which read it as it is; None if
-    these cannot compute the problem, or other kernels take less time."""
-    fits = problem.mode == "chunk" and fits_hoppers_forward(problem, device, [problem[name] for name in "qkv"])
-    if not fits or takes_small_heads(problem, device):
-        return None
+def scalar_forward_cut(problem, device, summary=False) -> ForwardCut:
+    """How the forward pass is computed for a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is; or (the
+    way PORTABLE) as `forward_cut` says, with a copy of the gate for every channel. `summary`: whether only a summary
+    is computed, which is never made of padded copies."""
+    arrays, small = [problem[name] for name in "qkv"], takes_small_heads(problem, device)
+    if problem.mode != "chunk":
+        return ForwardCut(PORTABLE)
+    only_copies_fit = not small and only_copies_fit_hopper(problem, device, arrays)
+    if not summary and (only_copies_fit or loads_forward_slowly(problem, device, arrays)):
+        return ForwardCut(COPIED)
+    if small or not fits_hoppers_forward(problem, device, arrays):
+        return ForwardCut(PORTABLE)
     (N, H, K, V), longest = problem.shape("N H K V"), problem.spans.longest
     columns = min(V, TILES[0] if narrow_blocks(N * H, V, longest, device) else TILES[-1])
     if problem.dtype == BFLOAT16 and K <= TILES[-1]:  # `WeightedSums` multiplies states in the dtype of the data
@@ -829,19 +819,26 @@ def scalar_forward_cut(problem, device) -> ForwardCut | None:
     return cut_into(problem, device, HOPPER, kernel, summary, 2, first_tokens) if first_tokens else cut
 
 
-def scalar_backward_cut(problem, device, summarised=False) -> BackwardCut:
+def scalar_backward_cut(problem, device, do=None, summarised=False) -> BackwardCut:
     """How the pullback is computed for a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is, or (the way
-    PORTABLE) by the kernels for gates of every channel. `summarised`: whether the segments are summarised already."""
-    arrays, short = [problem[name] for name in "qkv"], takes_short_backward(problem, TILES[-1])
-    if short and not fits_a_tile(problem) and problem.initial_state is None:  # a launch instead of one for each tile
+    PORTABLE) by the kernels for gates of every channel.
+
+    do : the gradient of o; None for a summary, which is never made of padded copies
+    summarised : whether the segments are summarised already
+    """
+    arrays = [problem[name] for name in "qkv"]
+    # The kernel for short sequences reads any rows. Those of others are copied before the gate is: its copies fit, too
+    reads_any_rows = not are_small(problem, device) and takes_short_backward(problem, 0)
+    if do is not None and load_slowly([*arrays, do], LEAST_PIECE_BACKWARD) and not reads_any_rows:
+        return BackwardCut(COPIED, device)
+    fits = problem.dtype == BFLOAT16 and fits_hopper(problem, device, arrays)
+    if not fits or has_own_gates(problem) and takes_small_heads(problem, device):
         return BackwardCut(PORTABLE, device)
-    if has_own_gates(problem) and takes_small_heads(problem, device):
-        return BackwardCut(PORTABLE, device)
-    if problem.dtype == BFLOAT16 and segments_of_tiles(problem, device, arrays, shared=True).count:
-        return BackwardCut(TILED, device)
-    if problem.dtype == BFLOAT16 and fits_hoppers_backward(problem, device, arrays):
+    if fits_a_tile(problem):
         return sums_backward_cut(problem, device, summarised)
-    return BackwardCut(PORTABLE, device)
+    # the kernel for short sequences has a launch instead of one for each tile
+    short = takes_short_backward(problem, TILES[-1]) and problem.initial_state is None
+    return BackwardCut(TILED if not short and worth_tiles(problem, device, True) else PORTABLE, device)
 
 
 def sums_backward_cut(problem, device, summarised=False, one_part=False) -> BackwardCut:

@@ -126,9 +126,7 @@ def plan(problem, device):
     """The plan of a call."""
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
-    small = segments.are_small(problem, device)
-    least_piece = segments.LEAST_PIECE_OF_SMALL if small else segments.LEAST_PIECE
-    if problem.mode == "chunk" and segments.load_slowly(token_arrays(problem), least_piece):
+    if problem.mode == "chunk" and segments.loads_forward_slowly(problem, device, token_arrays(problem)):
         return aligned_copies.plan_on_copies(problem, lambda copies: plan(copies, device))
     draft = Draft()
     o, final, arrays = draft.output(problem), draft.final(problem), operands(draft, problem)
@@ -138,7 +136,7 @@ def plan(problem, device):
         kernel = Recurrent("AfterWrite", problem.dtype, named["g"].dtype, size, gates_columns=True)
         return gated.launch_recurrent(draft, problem, kernel, named, o, final)
     read = problem.replace(arrays=dict(zip(problem.arrays, arrays)))
-    if small:
+    if segments.are_small(problem, device):
         return ValueGateSmallPass(draft, read, segments.small_forward_cut(read, device), arrays, o).plan(final)
     return ValueGateForwardPass(draft, read, forward_cut(read, device), arrays, o).plan(final)
 
@@ -193,7 +191,7 @@ def plan_vjp(problem, device, do, dht, saved=()):
     """The plan of a pullback. `saved` is always empty: plans of calls save nothing."""
     if problem.dtype == DOUBLE:
         return float64.plan_vjp(problem, device, do, dht, saved)
-    if segments.load_slowly([*token_arrays(problem), do], 16):
+    if segments.load_slowly([*token_arrays(problem), do], segments.LEAST_PIECE_BACKWARD):
         return aligned_copies.plan_on_copies(problem, lambda copies, *given: plan_vjp(copies, device, *given), do, dht)
     draft = Draft()
     arrays, (do, dht) = operands(draft, problem), draft.cotangents(problem, do, dht)
