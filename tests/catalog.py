@@ -314,6 +314,7 @@ def of_training():
     for T in CTYPES:
         for cls in (
             training.LogDecayForward,
+            training.MixForward,
             training.LowRanks,
             training.LowRanksBackward,
             training.LowRankActivations,
@@ -321,8 +322,6 @@ def of_training():
             training.AdamW,
         ):
             yield cls(T)
-        for C in training.MixForward.MIXES:
-            yield training.MixForward(T, C)
         yield rwkv6.Activation("Tanh", T, T)
         for kind in rwkv6.Activation.KINDS:
             yield training.ActivationBackward(kind, T)

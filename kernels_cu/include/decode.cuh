@@ -48,6 +48,23 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return fmaf(-2.f, inverse(1.f + exp2_approx(2.f * LOG2E * x)), 1.f);
 }
 
+// Channel by channel: x + y, x - y, x y + z.
+__device__ __forceinline__ float4 plus(const float4& x, const float4& y) {
+  return {x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
+}
+__device__ __forceinline__ float4 minus(float4 x, float4 y) { return {x.x - y.x, x.y - y.y, x.z - y.z, x.w - y.w}; }
+__device__ __forceinline__ float4 fma4(const float4& x, const float4& y, const float4& z) {
+  return {fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y), fmaf(x.z, y.z, z.z), fmaf(x.w, y.w, z.w)};
+}
+
+// Two neighbouring lanes exchange pairs. The even one gets `lower` of both lanes, the odd one `upper` of both; the even
+// lane's pair comes first. odd: threadIdx.x & 1. All lanes of the warp call this.
+__device__ __forceinline__ float4 pairs_of_two_lanes(const float2& lower, const float2& upper, bool odd) {
+  const float2 other = {__shfl_xor_sync(0xffffffffu, odd ? lower.x : upper.x, 1),
+                        __shfl_xor_sync(0xffffffffu, odd ? lower.y : upper.y, 1)};
+  return odd ? float4{other.x, other.y, upper.x, upper.y} : float4{lower.x, lower.y, other.x, other.y};
+}
+
 // Four columns of one channel of RWKV-6's state: returns them after a token, decay old + k v, and adds the channel's
 // terms r (old + k u v) to the token's o in these columns. old: before the token; ku: k times the bonus u.
 __device__ __forceinline__ float4 step_channel(float4& o, float4 old, float4 v, float k, float r, float decay,
@@ -166,6 +183,9 @@ template <int TERMS, typename X> __device__ __forceinline__ void store4_terms(X*
     }
   }
 }
+
+// What is done with a product: model_products.py has the same numbers. matvec.cu has no Parts, other kernels no Add.
+enum class Finish : i64 { Write, Add, ReluSquared, Parts };
 
 // Sets x to the eight values of a 16-bit type T that lie in 16 bytes.
 template <typename T> __device__ __forceinline__ void unpack(float (&x)[8], const uint4& both) {

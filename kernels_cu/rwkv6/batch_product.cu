@@ -181,10 +181,6 @@ template <int TERMS, typename Y> __device__ __forceinline__ void store(Y* y, i64
     if (i < inside) store_terms<TERMS>(y + i, apart, each[i]);
 }
 
-__device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
-  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-
 // Four neighbouring rows from m on of column n of the block's part: the sum over the shares of K.
 template <class S> __device__ __forceinline__ float4 sum_of_shares(const S& s, int n, int m) {
   const float4 sum = load4(&s.parts[0][n][m]);

@@ -70,10 +70,8 @@ __global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) r
       for (int half = 0; half < 2; ++half) {
         const i64 t = tile * TILE_TOKENS + half * 8 + token, index = (first + t) * D + j;
         if (t >= tokens) continue;
-        const float4 m = sums.of[tile][half], x = xx[tile][half], diff = d[tile][half];
         store4_terms<TERMS>(args.mixed + c * args.tokens * D + index, 5 * args.tokens * D,
-                            {fmaf(diff.x, maa.x + m.x, x.x), fmaf(diff.y, maa.y + m.y, x.y),
-                             fmaf(diff.z, maa.z + m.z, x.z), fmaf(diff.w, maa.w + m.w, x.w)});
+                            fma4(d[tile][half], plus(maa, sums.of[tile][half]), xx[tile][half]));
       }
   }
 }

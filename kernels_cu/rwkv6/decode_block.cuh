@@ -65,7 +65,7 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
     const float mean = sum_of_warps(s.sum) * (1.f / D);
 #pragma unroll 4
     for (int j = 4 * tid; j < D; j += 4 * THREADS) {
-      const float4 four = load4(x + j), y = {four.x - mean, four.y - mean, four.z - mean, four.w - mean};
+      const float4 y = minus(load4(x + j), {mean, mean, mean, mean});
       squares += (y.x * y.x + y.y * y.y) + (y.z * y.z + y.w * y.w);
     }
     squares = warp_sum(squares);
@@ -75,12 +75,11 @@ template <typename T, typename S, int STAGES> struct DecodeBlock {
 
   // Four channels of LN(x), from x; and of y = LN(x) mixed with the previous token's, `old`: y + (old - y) maa.
   static __device__ __forceinline__ float4 normed(const float4& x, float mean, float scale, const Channels& c) {
-    return {fmaf((x.x - mean) * scale, c.weight.x, c.bias.x), fmaf((x.y - mean) * scale, c.weight.y, c.bias.y),
-            fmaf((x.z - mean) * scale, c.weight.z, c.bias.z), fmaf((x.w - mean) * scale, c.weight.w, c.bias.w)};
+    const float4 y = minus(x, {mean, mean, mean, mean});
+    return fma4({y.x * scale, y.y * scale, y.z * scale, y.w * scale}, c.weight, c.bias);
   }
   static __device__ __forceinline__ float4 mixed(const float4& y, const float4& old, const Channels& c) {
-    return {fmaf(old.x - y.x, c.maa.x, y.x), fmaf(old.y - y.y, c.maa.y, y.y), fmaf(old.z - y.z, c.maa.z, y.z),
-            fmaf(old.w - y.w, c.maa.w, y.w)};
+    return fma4(minus(old, y), c.maa, y);
   }
 
   // -- products ------------------------------------------------------------------------------------------------------

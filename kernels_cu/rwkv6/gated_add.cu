@@ -33,6 +33,5 @@ template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_gated_add
     const float4 gate = load4(args.gate + index);
     opening = {UNIT * sigmoid(gate.x), UNIT * sigmoid(gate.y), UNIT * sigmoid(gate.z), UNIT * sigmoid(gate.w)};
   }
-  store4(args.x + index, {fmaf(opening.x, value.x, x.x), fmaf(opening.y, value.y, x.y), fmaf(opening.z, value.z, x.z),
-                          fmaf(opening.w, value.w, x.w)});
+  store4(args.x + index, fma4(opening, value, x));
 }

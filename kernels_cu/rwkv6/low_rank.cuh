@@ -150,7 +150,6 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, TERMS, 
   for (; start + PASS < rank; start += PASS) pass(start, [] {});
   pass(start, load_more);  // the last one
 
-  // Two lanes exchange a pair, so that each has four neighbouring channels.
   LowRankSums<TILES> result;
   const bool odd = threadIdx.x & 1;
   const auto sum = [&](int tile, int i, int n) {
@@ -165,10 +164,7 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, TERMS, 
     for (int half = 0; half < 2; ++half) {
       const float2 lower = {sum(tile, 0, 2 * half), sum(tile, 0, 2 * half + 1)};
       const float2 upper = {sum(tile, 1, 2 * half), sum(tile, 1, 2 * half + 1)};
-      const float2 other = {__shfl_xor_sync(0xffffffffu, odd ? lower.x : upper.x, 1),
-                            __shfl_xor_sync(0xffffffffu, odd ? lower.y : upper.y, 1)};
-      result.of[tile][half] =
-          odd ? float4{other.x, other.y, upper.x, upper.y} : float4{lower.x, lower.y, other.x, other.y};
+      result.of[tile][half] = pairs_of_two_lanes(lower, upper, odd);  // four neighbouring channels
     }
   return result;
 }

@@ -19,12 +19,10 @@
 
 // From the includes:
 //   launch_next: the next kernel may start; wait_for_previous: until the previous kernel has ended
-//   Operand: a lane's numbers as tf32 numbers, split in two if EXACT
+//   Operand: a lane's numbers as tf32 numbers, split in two if EXACT; Finish: what is done with a product
 
 constexpr int ROWS = 16, COLUMNS = 8, PRODUCTS = 7;  // rows of a block, vectors, products of a launch
 constexpr int STEP = 32, STAGES = 2;                 // numbers of K that a warp multiplies at a time; stages in memory
-
-enum class Finish : i64 { Write, Add, ReluSquared };
 
 template <typename T> struct Product {
   const T* w;

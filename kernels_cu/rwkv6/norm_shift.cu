@@ -55,11 +55,6 @@ template <int EACH, int MIXES> struct Shared {
   MixWeights<IN_SHARED<EACH, MIXES>> maa;
 };
 
-// a + x b, channel by channel.
-__device__ __forceinline__ float4 add_scaled(float4 a, float4 x, float4 b) {
-  return {fmaf(x.x, b.x, a.x), fmaf(x.y, b.y, a.y), fmaf(x.z, b.z, a.z), fmaf(x.w, b.w, a.w)};
-}
-
 // Four channels' parameters and shift, which the previous kernel does not write; maa: of the last MIXES mixes.
 template <int MIXES> struct Channels {
   float4 weight, bias, shift, maa[MIXES];
@@ -118,8 +113,8 @@ __global__ void __launch_bounds__(THREADS, IN_SHARED<EACH, MIXES> > 0 && PARTS <
       }
       factor = {unit * factor.x, unit * factor.y, unit * factor.z, unit * factor.w};
 #pragma unroll
-      for (int p = 1; p < PARTS; ++p) parts[0] = add_scaled(parts[0], {1.f, 1.f, 1.f, 1.f}, parts[p]);
-      x[n] = add_scaled(x[n], factor, parts[0]);
+      for (int p = 1; p < PARTS; ++p) parts[0] = plus(parts[0], parts[p]);
+      x[n] = fma4(factor, parts[0], x[n]);
       if (stores) store4(args.sum + row + j, x[n]);
     }
     sum += (x[n].x + x[n].y) + (x[n].z + x[n].w);
@@ -127,7 +122,7 @@ __global__ void __launch_bounds__(THREADS, IN_SHARED<EACH, MIXES> > 0 && PARTS <
   const float mean = block_sum<WARPS>(sum, s.sum) / D;
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
-    x[n] = {x[n].x - mean, x[n].y - mean, x[n].z - mean, x[n].w - mean};
+    x[n] = minus(x[n], {mean, mean, mean, mean});
     if (4 * (n * THREADS + threadIdx.x) < D)
       squares += (x[n].x * x[n].x + x[n].y * x[n].y) + (x[n].z * x[n].z + x[n].w * x[n].w);
   }
@@ -141,10 +136,10 @@ __global__ void __launch_bounds__(THREADS, IN_SHARED<EACH, MIXES> > 0 && PARTS <
     if (!EARLY<EACH, MIXES>) channels[n] = channels_at(j);
     const Channels<MIXES - COPIED>& of_four = channels[n];
     const float4 scaled = {x[n].x * scale, x[n].y * scale, x[n].z * scale, x[n].w * scale};
-    const float4 xx = add_scaled(of_four.bias, scaled, of_four.weight);
+    const float4 xx = fma4(scaled, of_four.weight, of_four.bias);
     float4 d = {};
     if (shift) {
-      d = add_scaled(of_four.shift, xx, {-1.f, -1.f, -1.f, -1.f});
+      d = minus(of_four.shift, xx);
       store4(shift + j, xx);
     }
     if (args.xx) {
@@ -152,7 +147,7 @@ __global__ void __launch_bounds__(THREADS, IN_SHARED<EACH, MIXES> > 0 && PARTS <
       store4(args.d + row + j, d);
     }
     const auto mix = [&](int c, float4 maa) {
-      const float4 mixed = args.maa ? add_scaled(xx, d, maa) : xx;
+      const float4 mixed = args.maa ? fma4(d, maa, xx) : xx;
       if (c < args.C) store4_terms<TERMS>(args.mixed + c * args.B * D + row + j, args.C * args.B * D, mixed);
     };
     if constexpr (COPIED > 0) {

@@ -6,11 +6,8 @@
 constexpr int STACKS = 2;
 constexpr int SWIZZLED = 128;  // bytes of a row in a box of weights or of vectors
 
-// What is stored: the product, relu(product)^2, or parts of the product, each over a part of K, that the reader adds. 1
-// is another kernel's value (matvec.cu: y += product).
-enum class Finish : i64 { Write, ReluSquared = 2, Parts };
-
-// A stack: C products [M, K] with equal numbers of rows.
+// A stack: C products [M, K] with equal numbers of rows. Finish::Parts stores parts of a product, each over a part of K,
+// which the reader adds.
 struct Stack {
   TensorMap w;  // boxes [a block's rows, a step of K]
   TensorMap x;  // boxes [terms, a block's vectors, a step of K]

@@ -40,14 +40,6 @@ struct Shared {
 // A thread's n-th four channels begin here.
 __device__ __forceinline__ i64 channel(int n) { return 4 * (n * THREADS + i64(threadIdx.x)); }
 
-__device__ __forceinline__ float4 minus(float4 x, float4 y) { return {x.x - y.x, x.y - y.y, x.z - y.z, x.w - y.w}; }
-
-// x weight + bias
-__device__ __forceinline__ float4 fma4(float4 x, float4 weight, float4 bias) {
-  return {fmaf(x.x, weight.x, bias.x), fmaf(x.y, weight.y, bias.y), fmaf(x.z, weight.z, bias.z),
-          fmaf(x.w, weight.w, bias.w)};
-}
-
 // x[n] becomes its sum over the block, the same bits in every thread, for every n; all threads call this, and it has
 // one barrier. parts: memory that the caller does not use again.
 template <int N> __device__ __forceinline__ void block_sums(float (&x)[N], float (&parts)[ROWS][WARPS]) {

@@ -159,13 +159,10 @@ __device__ __forceinline__ void store(float* y, i64 M, int row, int b, int B, co
     for (int n = 0; n + 1 < ROWS / 8; n += 2) {
       const float2 lower = {sums[4 * n + 2 * half], sums[4 * n + 2 * half + 1]};
       const float2 upper = {sums[4 * n + 4 + 2 * half], sums[4 * n + 4 + 2 * half + 1]};
-      const float2 other = {__shfl_xor_sync(0xffffffffu, odd ? lower.x : upper.x, 1),
-                            __shfl_xor_sync(0xffffffffu, odd ? lower.y : upper.y, 1)};
+      const float4 four = pairs_of_two_lanes(lower, upper, odd);
       // Even lanes store numbers of the first eight rows, odd lanes of the other eight.
       const int first_row = row + 8 * n + (odd ? 8 - 2 : 0);
-      if (inside && first_row < M)
-        store4(to + first_row,
-               odd ? float4{other.x, other.y, upper.x, upper.y} : float4{lower.x, lower.y, other.x, other.y});
+      if (inside && first_row < M) store4(to + first_row, four);
     }
     if constexpr (ROWS % 16) {
       constexpr int n = ROWS / 8 - 1;  // the last eight rows, without another eight

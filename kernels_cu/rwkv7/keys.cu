@@ -18,7 +18,7 @@
 
 // From lanes_of_heads.cuh and its includes:
 //   LaneOfHead: token_head, this lane's head of a token, and its first channel. load_group, store_group: WIDTH
-//     neighbours; CHANNELS_APART = 64: the distance of a lane's groups; THREADS = 256
+//     neighbours; CHANNELS_APART = 64: the distance of a lane's groups; THREADS = 128
 //   sigmoid_for<X>: the sigmoid, as accurate as results of type X need; sum_over_lanes: over a head's lanes
 
 constexpr float DECAY = 0.6065306597126334f;  // exp(-1/2): a token's log decay is -DECAY to 0

@@ -1,7 +1,7 @@
 // what      The token shift, mixed: the inputs of a mix's products.
-// math      mixed_c = xx + d (maa_c + m_c), d = xx_{t-1} - xx_t with zero before a sequence's first token
-// shapes    xx [tokens, D], maa [C, D], m mixed [C, tokens, D]; m may be null, for zeros
-// grid      rwkv/cuda_grad.py launches a thread for 8 channels of a token and all c; 256 threads
+// math      of MIXES = 5: mixed_c = xx + d (maa_c + m_c), d = xx_{t-1} - xx_t with zero before a sequence's first token
+// shapes    xx [tokens, D], maa [5, D], m mixed [5, tokens, D]
+// grid      rwkv/cuda_grad.py launches a thread for 8 channels of a token and all mixes; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once
@@ -12,7 +12,7 @@
 // From training.cuh:
 //   EightFloats x: eight neighbouring channels, x.x[0] to x.x[7]; load8, store8: at addresses of whole 16 bytes
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 256, MIXES = 5;
 
 template <typename T> struct Args {
   const T* xx;
@@ -23,7 +23,7 @@ template <typename T> struct Args {
   i64 D;
 };
 
-template <typename T, int C> __global__ void __launch_bounds__(THREADS) training_mix_forward(const Args<T> args) {
+template <typename T> __global__ void __launch_bounds__(THREADS) training_mix_forward(const Args<T> args) {
   const i64 D = args.D, index = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x), t = index / D, j = index - t * D;
   if (t >= args.tokens) return;
   const EightFloats xx = load8(args.xx + index);
@@ -32,10 +32,10 @@ template <typename T, int C> __global__ void __launch_bounds__(THREADS) training
 #pragma unroll
   for (int n = 0; n < 8; ++n) d.x[n] -= xx.x[n];
 #pragma unroll
-  for (int c = 0; c < C; ++c) {
+  for (int c = 0; c < MIXES; ++c) {
     const i64 to = c * args.tokens * D + index;
-    EightFloats mixed = load8(args.maa + c * D + j), m = {};
-    if (args.m) m = load8(args.m + to);
+    const EightFloats m = load8(args.m + to);
+    EightFloats mixed = load8(args.maa + c * D + j);
 #pragma unroll
     for (int n = 0; n < 8; ++n) mixed.x[n] = fmaf(d.x[n], mixed.x[n] + m.x[n], xx.x[n]);
     store8(args.mixed + to, mixed);

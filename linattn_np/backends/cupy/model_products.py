@@ -29,7 +29,8 @@ from .plan import Draft, TensorMap
 # struct Args, which the compiler checks, with `?` if they may be null.
 
 FLOAT_TERMS = 3
-# `finish`: y = p; y += p; y = relu(p)^2; y gets the parts of p. `Matvec` has no PARTS, `BatchProduct` no ADD.
+# `finish`: y = p; y += p; y = relu(p)^2; y gets the parts of p. `Matvec` has no PARTS, `BatchProduct` no ADD. The
+# numbers are those of `Finish` in kernels_cu/include/decode.cuh.
 WRITE, ADD, RELU_SQUARED, PARTS = range(4)
 PRODUCTS = 7  # the most products in one launch of `Matvec`
 PRODUCT = members("pointers w x y, int64s M finish")

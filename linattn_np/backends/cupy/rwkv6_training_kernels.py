@@ -102,12 +102,10 @@ class AddNorm(TokenKernel):
 
 
 class MixForward(Elementwise):
-    """The C mixes of all tokens, with weights that depend on the data."""
+    """RWKV-6's five mixes of all tokens, with weights that depend on the data."""
 
     file = "training/mix_forward"
     arguments = members("pointers xx maa m mixed, int64s tokens T_ D")
-    MIXES: ClassVar[tuple[int, ...]] = (5,)  # the possible C
-    C: int
 
 
 class MixBackward(TokenKernel):

@@ -256,10 +256,10 @@ class TrainingStep:
         return 0 if maa is None else maa.size // self.D
 
     def mix(self, xx, previous_xx, maa, m):
-        """xx + d (maa + m) [n, tokens, D] for maa [n, D], m [n, tokens, D] and d = (previous token's xx) - xx.
+        """xx + d (maa + m) [5, tokens, D] for maa [5, D], m [5, tokens, D] and d = (previous token's xx) - xx.
         `previous_xx` is the result of `previous_rank_xx`."""
         mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
-        kernel = kernels.MixForward(self.dtype, self.count_of_mixes(maa))
+        kernel = kernels.MixForward(self.dtype)
         self.run_kernel(kernel, self.blocks_for(kernel), xx=xx, maa=maa, m=m, mixed=mixed)
         if previous_xx is not None:
             self.mix_first_tokens(mixed, xx, previous_xx, maa, self.first_tokens(m))
