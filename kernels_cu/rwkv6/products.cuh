@@ -6,8 +6,8 @@
 constexpr int STACKS = 2;
 constexpr int SWIZZLED = 128;  // bytes of a row in a box of weights or of vectors
 
-// A stack: C products [M, K] with equal numbers of rows. Finish::Parts stores parts of a product, which the reader adds:
-// each is over a part of K.
+// A stack: C products [M, K] with equal numbers of rows. Finish::Parts stores parts of a product, each over a part of
+// K. The reader adds them.
 struct Stack {
   TensorMap w;  // boxes [a block's rows, a step of K]
   TensorMap x;  // boxes [terms, a block's vectors, a step of K]
