@@ -372,19 +372,11 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     // been read.
     wait_for(s.arrived, iteration);
     multiply_rows(products, in.do_, in.v);
-    // Products of dA take queries or keys cut off to tf32, which makes them smaller by 1 / TF32_CORRECTION on average.
-    const float factor = TF32_CORRECTION * scale;
-    const int first_key = 2 * (lane & 3), distance = query - first_key, pair = pair_index(query, first_key);
+    const QueryRow<ReadOrder> row(in.dA, query, 2 * (lane & 3), scale);
 #pragma unroll
     for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
-      // Returns dA of `query` and first_key + j; product: that of their do and v.
-      const auto value = [&](int j, float product) {
-        if (ReadOrder::reads_before_write && j == distance) self_weight_at(in.dA, query) = scale * product;
-        return pair_value(j < distance + !ReadOrder::reads_before_write ? factor * product : 0.f);
-      };
       if (n > warp) continue;  // keys after this warp's queries: never read, and RWKV-6's self weights lie there
-      const float2 two = {value(8 * n, products[4 * n]), value(8 * n + 1, products[4 * n + 1])};
-      *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;  // the index of keys 8 n further on (PairReader)
+      row.put(n, products[4 * n], products[4 * n + 1]);
     }
     if (TF32_READ<T, G, BK>) {
       if (iteration)

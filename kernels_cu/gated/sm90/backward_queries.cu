@@ -221,24 +221,13 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
     // + j] is query lane / 4 + 8 half, key 2 (lane % 4) + j.
     float products[2][4];
     pair_products(products, in.do_, in.v, block, lane);
-    // Queries and keys that meet dA in products have been cut off to tf32: on average to 1 / TF32_CORRECTION of them.
-    const float factor = TF32_CORRECTION * scale;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // queries_of, keys_of: the block's first query and key. pair_index: a pair's index in dA; keys 8 later are at it
-      // XOR 8. pair_value: rounded to tf32.
+      // queries_of, keys_of: the block's first query and key.
       const int query = queries_of(block) + (lane >> 2) + 8 * half, key = keys_of(block) + 2 * (lane & 3);
-      const int distance = query - key, pair = pair_index(query, key);
-      // Returns dA of `query` and key + j; product: that of their do and v.
-      const auto value = [&](int j, float product) {
-        if (ReadOrder::reads_before_write && j == distance) self_weight_at(in.dA, query) = scale * product;
-        return pair_value(j < distance + !ReadOrder::reads_before_write ? factor * product : 0.f);
-      };
+      const QueryRow<ReadOrder> row(in.dA, query, key, scale);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float2 two = {value(8 * n, products[n][2 * half]), value(8 * n + 1, products[n][2 * half + 1])};
-        *reinterpret_cast<float2*>(&in.dA[0][pair ^ 8 * n]) = two;
-      }
+      for (int n = 0; n < 2; ++n) row.put(n, products[n][2 * half], products[n][2 * half + 1]);
     }
     put_float_tile<SCORE_WARPS, T, BV>(in.float_do, in.do_, block, lane);
     fence_proxy_async();

@@ -468,6 +468,31 @@ __device__ __forceinline__ float2 self_weights(Pairs& x, int n) {
   return *reinterpret_cast<const float2*>(&self_weight_at(x, n * SUB_CHUNK) + 2 * (threadIdx.x & 3));
 }
 
+// Stores dA of a query and of pairs of neighbouring keys. Queries and keys that meet dA in products are cut off to
+// tf32, on average to 1 / TF32_CORRECTION of them.
+template <class ReadOrder> struct QueryRow {
+  Pairs& dA;
+  float scale, factor;
+  int query, distance, index;  // distance: the query less its first key; index: of this pair in dA
+
+  __device__ __forceinline__ QueryRow(Pairs& dA, int query, int first_key, float scale)
+      : dA(dA),
+        scale(scale),
+        factor(TF32_CORRECTION * scale),
+        query(query),
+        distance(query - first_key),
+        index(pair_index(query, first_key)) {}
+  // Stores dA of the keys first_key + 8n and the next, from the query's do . v with both. RWKV-6: also stores the
+  // query's self weight, if it is one of the keys.
+  __device__ __forceinline__ void put(int n, float first, float second) const {
+    const auto value = [&](int key, float product) {  // key: counted from first_key
+      if (ReadOrder::reads_before_write && key == distance) self_weight_at(dA, query) = scale * product;
+      return pair_value(key < distance + !ReadOrder::reads_before_write ? factor * product : 0.f);
+    };
+    *reinterpret_cast<float2*>(&dA[0][index ^ 8 * n]) = {value(8 * n, first), value(8 * n + 1, second)};
+  }
+};
+
 // d[channel, i] += sum_j x[channel, j] b[j, i], over the 8 tokens j of a sub-chunk. The right operand b has token 2t at
 // depth t, and token 2t + 1 at depth t + 4, and so has the left operand that is made of x.
 __device__ __forceinline__ void multiply_pairs(LaneSubChunk& d, const LaneSubChunk& x, const u32 (&b)[2]) {

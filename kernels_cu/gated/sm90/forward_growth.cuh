@@ -24,7 +24,7 @@
 //   InputStage: a chunk's q, k and g
 //   in_tile, put_key, put_state_query: store 4 channels of a row in a tile of operands; put_scores, put_decays: store
 //     scores and decays; send_operands, send_scores: copy them to the other block of the cluster
-//   fetch_gates, fetch_qk: start copying a chunk's inputs
+//   fetch_inputs: starts copying a chunk's log gates, or its queries and keys
 //   header.row[0]: the row of the token that the stage holds, plus MORE_FILLS if the stage will be filled again for
 //     this chunk. s.SHARED: whether two stages share a tile of scores, each with half of its columns;
 //     scores_offset(stage): the byte offset of the stage's half
@@ -202,6 +202,6 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
     if (step < STEPS * CHUNK) mbarrier_arrive(s.full[stage]);
   }
   const int next = chunk + Shared<Schedule, T, G, BK, BV>::PRODUCER_GROUPS;
-  fetch_gates(s, args, coord.thread, coord.group, next, s.work.tokens);
-  fetch_qk(s, args, coord.thread, coord.group, next, s.work.tokens);
+  fetch_inputs<LOG_GATES>(s, args, coord.thread, coord.group, next, s.work.tokens);
+  fetch_inputs<QUERIES_AND_KEYS>(s, args, coord.thread, coord.group, next, s.work.tokens);
 }

@@ -75,23 +75,16 @@ __device__ __forceinline__ uint2 border_operand(bool undecayed, uint2 loaded, co
 // The decays of channels over whole sub-chunks, in shared memory. The lanes of a sub-chunk write its decays
 // (put_decay); after a barrier all warps of the group read those of all sub-chunks (load_decay).
 template <int BK> using Decays = float[NUM_SUBCHUNKS][BK];
-template <int BK>
-__device__ __forceinline__ void put_decay(Decays<BK>& decays, const ProducerCoord<BK>& coord, const float (&x)[4]) {
-  *reinterpret_cast<float4*>(&decays[coord.subchunk][coord.channel]) = {x[0], x[1], x[2], x[3]};
+template <int GATES, int BK>
+__device__ __forceinline__ void put_decay(Decays<BK>& decays, const ProducerCoord<BK>& coord, const float (&x)[GATES]) {
+  if constexpr (GATES == 4) put_four(&decays[coord.subchunk][coord.channel], x);
+  else if (coord.channel == 0) decays[coord.subchunk][0] = x[0];
 }
-template <int BK>
-__device__ __forceinline__ void put_decay(Decays<BK>& decays, const ProducerCoord<BK>& coord, const float (&x)[1]) {
-  if (coord.channel == 0) decays[coord.subchunk][0] = x[0];
-}
-template <int BK>
-__device__ __forceinline__ void load_decay(float (&x)[4], const Decays<BK>& decays, const ProducerCoord<BK>& coord,
+template <int GATES, int BK>
+__device__ __forceinline__ void load_decay(float (&x)[GATES], const Decays<BK>& decays, const ProducerCoord<BK>& coord,
                                            int subchunk) {
-  unpack(x, &decays[subchunk][coord.channel]);
-}
-template <int BK>
-__device__ __forceinline__ void load_decay(float (&x)[1], const Decays<BK>& decays, const ProducerCoord<BK>&,
-                                           int subchunk) {
-  x[0] = decays[subchunk][0];
+  if constexpr (GATES == 4) unpack(x, &decays[subchunk][coord.channel]);
+  else x[0] = decays[subchunk][0];
 }
 
 // Extends a decay from or to a sub-chunk's middle by one token, whose decay a counts as LEAST_DECAY at least.
@@ -140,11 +133,10 @@ template <typename T, typename B, int GATES> struct NeighbourDecay {
 //   8-15     2 and 3                     3                      2
 //   16-23    1 and 2: the halves         2                      0
 //   24-31    1 and 2: the halves         3                      1
-// near_queries_row: the first row of a sub-chunk's queries at the border before it: 0, 16, 8 for sub-chunks 1, 2, 3.
-// near_keys_row: the first row of its keys at the border after it: 0, 24, 8 for sub-chunks 0, 1, 2. Queries of 3 and
-// keys of 0 are stored twice: in those rows, and at the halves' border, decayed over their neighbour as well, in rows
-// 24 and 16 on (HALF_ROW = 16). middle_q and middle_k have a row for each token. A sub-chunk's row 0 of middle_q and
-// row 7 of middle_k stay unwritten, because make_scores drops the products with them.
+// near_queries_row: the first row of a sub-chunk's queries at the border before it; near_keys_row: of its keys at the
+// border after it. Queries of 3 and keys of 0 are stored twice: there, and, decayed over their neighbour as well, at
+// the halves' border (HALF_ROW = 16). middle_q and middle_k have a row for each token. A sub-chunk's row 0 of middle_q
+// and row 7 of middle_k stay unwritten, because make_scores drops the products with them.
 
 // Stores operands made of the sub-chunk's keys, from its last token to its first: in score_operands.rows, keys decayed
 // to the end of the sub-chunk, and to the end of the half by `neighbour`; keys before the sub-chunk's middle decayed to
@@ -166,7 +158,7 @@ __device__ __forceinline__ void put_keys(Tile& k_tile, Scores& score_operands, c
   if constexpr (HAS_OUTPUTS) {
     two_borders = __any_sync(0xffffffffu, coord.subchunk == 0);
     border = reinterpret_cast<char*>(
-        &score_operands.rows[near_keys_row(score_operands, coord.subchunk)].border_k[coord.channel]);
+        &score_operands.rows[score_operands.near_keys_row(coord.subchunk)].border_k[coord.channel]);
   }
   float to_end[GATES], to_middle[GATES];  // the decays over the tokens after row i, to the sub-chunk's end or middle
 #pragma unroll
@@ -238,7 +230,7 @@ __device__ __forceinline__ void put_queries(Tile& q_tile, Scores& score_operands
   constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? SUB_CHUNK - 2 : SUB_CHUNK - 1;
   uint2 next_query = load(q_rows, 0), next_key = load(k_rows, FIRST_KEY);
   const bool two_borders = __any_sync(0xffffffffu, coord.subchunk == 3);  // as in put_keys
-  const int border_row = near_queries_row(score_operands, coord.subchunk);
+  const int border_row = score_operands.near_queries_row(coord.subchunk);
 #pragma unroll
   for (int i = 0; i < SUB_CHUNK; ++i) {
     float q[4], k[4], x[4];

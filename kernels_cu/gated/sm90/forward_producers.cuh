@@ -27,8 +27,8 @@
 // From forward_storage.cuh and forward_rows.cuh
 //   WHOLE_CHUNK    the header's row[0] where the stage has a whole chunk. make_tokens, which fills a stage with one
 //                  token at a time, stores the token's row there
-//   fetch_gates    and fetch_qk start copying a chunk's inputs, if there is such a chunk; send_operands and send_scores
-//                  start copies to the cluster's other block
+//   fetch_inputs   starts copying a chunk's LOG_GATES, or its QUERIES_AND_KEYS, if there is such a chunk; send_operands
+//                  and send_scores start copies to the cluster's other block
 //   clear_gates    and clear_keys set to 0 what is after the sequence's end. put_decays stores decays in the consumers'
 //                  order
 //   load_gates     a token's log gates; load_scalar_gate: if G is ScalarDecay, a lane's log gate of a chunk, of token
@@ -199,10 +199,12 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   };
   const auto fetch_next_gates = [&] {
     if constexpr (HAS_CHANNEL_GATES<G>) fence_copies();
-    fetch_gates(s, args, coord.thread, job.group, job.next, job.tokens);
+    fetch_inputs<LOG_GATES>(s, args, coord.thread, job.group, job.next, job.tokens);
     next_scalar_gate = load_scalar_gate(s, args, coord, job.next);
   };
-  const auto fetch_next_qk = [&] { fetch_qk(s, args, coord.thread, job.group, job.next, job.tokens); };
+  const auto fetch_next_qk = [&] {
+    fetch_inputs<QUERIES_AND_KEYS>(s, args, coord.thread, job.group, job.next, job.tokens);
+  };
   if constexpr (Schedule::K_RANKS > 1) {
     if (coord.thread == 0) send_vote(s.votes, job.rank, job.stage, grows);
   } else if (!grows) fetch_next_gates();  // before the wait for the stage, which hides some of the copy's latency
@@ -315,8 +317,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   const int rank = Schedule::K_RANKS > 1 ? rank_in_cluster<Schedule>() : 0;
   // The group's number among the PRODUCER_GROUPS that take chunks in turn, and so its first chunk.
   int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_in_cluster<Schedule>() : 0);
-  fetch_gates(s, args, thread % Coord::THREADS, group, maker, tokens);
-  fetch_qk(s, args, thread % Coord::THREADS, group, maker, tokens);
+  fetch_inputs<LOG_GATES>(s, args, thread % Coord::THREADS, group, maker, tokens);
+  fetch_inputs<QUERIES_AND_KEYS>(s, args, thread % Coord::THREADS, group, maker, tokens);
   float next_scalar_gate = load_scalar_gate(s, args, Coord(thread), maker);
   u32 iteration = 0;
   // Whether a chunk was OUT_OF_FLOAT16: later ones are then scaled at once, since it is slow to make them twice.

@@ -50,20 +50,6 @@ template <int BK> struct ProducerCoord {
         channel(producer % LANES * 4) {}
 };
 
-// near_queries_row: the first row in border_q of a sub-chunk's queries decayed from the border before it.
-// near_keys_row: the first row in border_k of its keys decayed to the border after it. ScoreOperands has a map of both.
-// For queries of sub-chunk 2 and keys of sub-chunk 1 these are the borders between the chunk's halves. Queries of
-// sub-chunk 3 and keys of sub-chunk 0 are stored for that border, too: in border_q from HALF_ROW + 8 on, in border_k
-// from HALF_ROW on.
-template <class Scores> __device__ __forceinline__ int near_queries_row(const Scores& score_operands, int subchunk) {
-  // Sub-chunk 1: NEAR_ROW, 3: NEAR_ROW + 8. Sub-chunk 0 has no border before it; its result is not used.
-  return subchunk == 2 ? score_operands.HALF_ROW : score_operands.NEAR_ROW + 4 * (subchunk - 1);
-}
-template <class Scores> __device__ __forceinline__ int near_keys_row(const Scores& score_operands, int subchunk) {
-  // Sub-chunk 0: NEAR_ROW, 2: NEAR_ROW + 8. Sub-chunk 3 has no border after it; its result is not used.
-  return subchunk == 1 ? score_operands.HALF_ROW + SUB_CHUNK : score_operands.NEAR_ROW + 4 * subchunk;
-}
-
 // Sets y to x times a factor for each channel, or times factor[0] if GATES is 1.
 template <int GATES>
 __device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&factor)[GATES]) {
@@ -115,16 +101,12 @@ template <typename T> __device__ __forceinline__ void put_state_query(char* row0
 // Sets g to the log gates of the sub-chunk's token i: those of this lane's 4 channels, or, if G is ScalarDecay, the one
 // that all channels have. scalar_gate: what load_scalar_gate gave this lane; of a sub-chunk's lanes, lane i has token
 // i's.
-template <bool HAS_OUTPUTS, typename T, int BK>
-__device__ __forceinline__ void load_gates(float (&g)[1], const InputStage<HAS_OUTPUTS, T, ScalarDecay, BK>&,
-                                           const ProducerCoord<BK>&, float scalar_gate, int i) {
-  constexpr int LANES = ProducerCoord<BK>::LANES;
-  g[0] = __shfl_sync(0xffffffffu, scalar_gate, (threadIdx.x & 31) / LANES * LANES + i);
-}
 template <bool HAS_OUTPUTS, typename T, typename G, int BK>
-__device__ __forceinline__ void load_gates(float (&g)[4], const InputStage<HAS_OUTPUTS, T, G, BK>& in,
-                                           const ProducerCoord<BK>& coord, float, int i) {
-  unpack(g, in.g[coord.first_row + i] + coord.channel);
+__device__ __forceinline__ void load_gates(float (&g)[GATES_PER_TOKEN<G>], const InputStage<HAS_OUTPUTS, T, G, BK>& in,
+                                           const ProducerCoord<BK>& coord, float scalar_gate, int i) {
+  constexpr int LANES = ProducerCoord<BK>::LANES;
+  if constexpr (HAS_CHANNEL_GATES<G>) unpack(g, in.g[coord.first_row + i] + coord.channel);
+  else g[0] = __shfl_sync(0xffffffffu, scalar_gate, (threadIdx.x & 31) / LANES * LANES + i);
 }
 
 // Returns the log gate, if G is ScalarDecay, of token thread % 8 of the thread's sub-chunk in chunk `chunk`; 0, which
@@ -188,78 +170,59 @@ __device__ __forceinline__ void copy_input(X (&to)[CHUNK][BK], const StridedRows
   if constexpr (BK == 128) copy_rows<THREADS>(to, from, rows.token_stride, tokens_left, channels, thread);
   else copy_rows_apart<THREADS>(to, from, rows.token_stride, tokens_left, channels, thread);
 }
-template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void copy_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
-                                           int group, int chunk, int tokens) {
-  copy_input(s.inputs[group].g, args.g_rows, s, args, thread, chunk, tokens);
-  mbarrier_arrive_after_copies(s.gates_copied[group]);  // once this thread's copies are complete
+
+// Inputs of a chunk that are copied together: g; or k and, if has_outputs, q.
+enum Inputs { LOG_GATES, QUERIES_AND_KEYS };
+
+// Starts copying these inputs by all threads of a group, and lets each arrive once its copies are complete.
+template <Inputs WHAT, class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void copy_by_threads(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
+                                                int group, int chunk, int tokens) {
+  auto& in = s.inputs[group];
+  if constexpr (WHAT == LOG_GATES) copy_input(in.g, args.g_rows, s, args, thread, chunk, tokens);
+  else copy_input(in.k, args.k_rows, s, args, thread, chunk, tokens);
+  if constexpr (WHAT == QUERIES_AND_KEYS && Schedule::has_outputs)
+    copy_input(in.q, args.q_rows, s, args, thread, chunk, tokens);
+  mbarrier_arrive_after_copies(WHAT == LOG_GATES ? s.gates_copied[group] : s.qk_copied[group]);
 }
-template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void copy_qk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
-                                        int group, int chunk, int tokens) {
-  copy_input(s.inputs[group].k, args.k_rows, s, args, thread, chunk, tokens);
-  if constexpr (Schedule::has_outputs) copy_input(s.inputs[group].q, args.q_rows, s, args, thread, chunk, tokens);
-  mbarrier_arrive_after_copies(s.qk_copied[group]);
-}
-// copy_gates and copy_qk with 128 channels: out of line with all that they read. In the loop over chunks the addresses
-// took registers, and 2 KB of code. With 64 channels called so, too, RWKV-6 took 0.223 ms for 0.214 at 8,4096,32,64.
-template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __noinline__ void copy_gates_apart(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
-                                              int group, int chunk) {
-  copy_gates(s, args, thread, group, chunk, s.work.tokens);
-}
-template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __noinline__ void copy_qk_apart(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
-                                           int group, int chunk) {
-  copy_qk(s, args, thread, group, chunk, s.work.tokens);
+// The same with 128 channels: out of line with all that it reads. In the loop over chunks the addresses took registers,
+// and 2 KB of code. With 64 channels called so, too, RWKV-6 took 0.223 ms for 0.214 at 8,4096,32,64.
+template <Inputs WHAT, class Schedule, typename T, typename G, int BK, int BV>
+__device__ __noinline__ void copy_by_threads_apart(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
+                                                   int thread, int group, int chunk) {
+  copy_by_threads<WHAT>(s, args, thread, group, chunk, s.work.tokens);
 }
 
-// Start copying the gates, or the queries and keys, of chunk `chunk` to the group's inputs, if the sequence has such a
-// chunk. Once they are there, a phase of s.gates_copied[group], or of s.qk_copied[group], ends. The phase has one
-// arrival and the bytes that tensor maps copy, or, where threads copy rows, an arrival of each thread (forward.cu
-// initialises the barriers). For all threads of the group. tokens: work.tokens, where threads copy rows the exact
-// number (work_tile); thread: its number in the group. The first channel is args.channel, the launch's first one; if
-// K_RANKS blocks share the channels, each has BK, in order of rank.
-template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
-                                            int group, int chunk, int tokens) {
-  if constexpr (HAS_CHANNEL_GATES<G>) {
+// Starts copying these inputs of chunk `chunk` to the group's, if the sequence has such a chunk; nothing if G is
+// ScalarDecay and WHAT is LOG_GATES. Once they are there, a phase of s.gates_copied[group], or of s.qk_copied[group],
+// ends. The phase has one arrival and the bytes that tensor maps copy, or, where threads copy rows, an arrival of each
+// thread (forward.cu initialises the barriers). For all threads of the group. tokens: work.tokens, where threads copy
+// rows the exact number (work_tile); thread: its number in the group. The first channel is args.channel, the launch's
+// first one; if K_RANKS blocks share the channels, each has BK, in order of rank.
+template <Inputs WHAT, class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void fetch_inputs(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
+                                             int group, int chunk, int tokens) {
+  if constexpr (WHAT == QUERIES_AND_KEYS || HAS_CHANNEL_GATES<G>) {
     if (chunk * CHUNK >= tokens) return;
     if (__builtin_expect(threads_copy_rows<Schedule>(args), false)) {
-      if constexpr (BK == 128) copy_gates_apart(s, args, thread, group, chunk);
-      else copy_gates(s, args, thread, group, chunk, tokens);
+      if constexpr (BK == 128) copy_by_threads_apart<WHAT>(s, args, thread, group, chunk);
+      else copy_by_threads<WHAT>(s, args, thread, group, chunk, tokens);
       return;
     }
     if (thread) return;
     const WorkTile& work = s.work;
-    auto& g = s.inputs[group].g;
+    auto& in = s.inputs[group];
+    MBarrier& copied = WHAT == LOG_GATES ? s.gates_copied[group] : s.qk_copied[group];
     const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_in_cluster<Schedule>() * BK : 0);
-    mbarrier_arrive_and_expect(s.gates_copied[group], sizeof g);
-    tensor_load(g, args.g, s.gates_copied[group], channel, work.start + chunk * CHUNK, work.head, work.batch);
-  }
-}
-template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void fetch_qk(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread,
-                                         int group, int chunk, int tokens) {
-  if (chunk * CHUNK >= tokens) return;
-  if (__builtin_expect(threads_copy_rows<Schedule>(args), false)) {
-    if constexpr (BK == 128) copy_qk_apart(s, args, thread, group, chunk);
-    else copy_qk(s, args, thread, group, chunk, tokens);
-    return;
-  }
-  if (thread) return;
-  const WorkTile& work = s.work;
-  auto& in = s.inputs[group];
-  const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_in_cluster<Schedule>() * BK : 0);
-  const i32 row = work.start + chunk * CHUNK, h = work.head, b = work.batch;
-  MBarrier& copied = s.qk_copied[group];
-  if constexpr (Schedule::has_outputs) {
-    mbarrier_arrive_and_expect(copied, sizeof in.k + sizeof in.q);
-    tensor_load(in.k, args.k, copied, channel, row, h, b);
-    tensor_load(in.q, args.q, copied, channel, row, h, b);
-  } else {
-    mbarrier_arrive_and_expect(copied, sizeof in.k);
-    tensor_load(in.k, args.k, copied, channel, row, h, b);
+    if constexpr (WHAT == LOG_GATES) {
+      mbarrier_arrive_and_expect(copied, sizeof in.g);
+      tensor_load(in.g, args.g, copied, channel, work.start + chunk * CHUNK, work.head, work.batch);
+    } else {
+      const i32 row = work.start + chunk * CHUNK, h = work.head, b = work.batch;
+      mbarrier_arrive_and_expect(copied, sizeof in.k * (Schedule::has_outputs ? 2 : 1));
+      tensor_load(in.k, args.k, copied, channel, row, h, b);
+      if constexpr (Schedule::has_outputs) tensor_load(in.q, args.q, copied, channel, row, h, b);
+    }
   }
 }
 

@@ -69,9 +69,9 @@ __device__ __forceinline__ void put_undo(Scores& score_operands, const ProducerC
                                          const RowScales<BK>& k) {
   const int i = u32(coord.thread) % ProducerCoord<BK>::LANES;
   if (i >= SUB_CHUNK) return;
-  if (coord.subchunk > 0) score_operands.rows[near_queries_row(score_operands, coord.subchunk) + i].undo_q = q.undo;
+  if (coord.subchunk > 0) score_operands.rows[score_operands.near_queries_row(coord.subchunk) + i].undo_q = q.undo;
   if (coord.subchunk == 3) score_operands.rows[score_operands.HALF_ROW + SUB_CHUNK + i].undo_q = q.undo;
-  if (coord.subchunk < 3) score_operands.rows[near_keys_row(score_operands, coord.subchunk) + i].undo_k = k.undo;
+  if (coord.subchunk < 3) score_operands.rows[score_operands.near_keys_row(coord.subchunk) + i].undo_k = k.undo;
   if (coord.subchunk == 0) score_operands.rows[score_operands.HALF_ROW + i].undo_k = k.undo;
 }
 
@@ -94,8 +94,8 @@ __device__ __forceinline__ void fetch_again(Shared<Schedule, T, G, BK, BV>& s, c
     wait();  // the group's next chunk; PRODUCER_GROUPS groups take turns
   // The group's threads have waited for the next chunk, and read out_of_float16 in make_chunk.
   named_barrier_sync(PRODUCER_BARRIER + coord.group, coord.THREADS);
-  fetch_gates(s, args, coord.thread, coord.group, chunk, tokens);
-  fetch_qk(s, args, coord.thread, coord.group, chunk, tokens);
+  fetch_inputs<LOG_GATES>(s, args, coord.thread, coord.group, chunk, tokens);
+  fetch_inputs<QUERIES_AND_KEYS>(s, args, coord.thread, coord.group, chunk, tokens);
   wait();
   // Gates after the sequence's end become 0; make_chunk does the same to keys.
   if (tokens_left < CHUNK) clear_gates(s.inputs[coord.group], coord.first_row, tokens_left, coord.channel);

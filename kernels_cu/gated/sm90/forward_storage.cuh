@@ -166,9 +166,20 @@ template <bool HAS_OUTPUTS, typename M, typename B, int BK> struct alignas(128) 
     float padding[2];
   } rows[CHUNK];
   static constexpr int NEAR_ROW = 0, HALF_ROW = 16;
+  // The first row of a sub-chunk's queries at the border before it, and of its keys at the border after it. Sub-chunk 0
+  // has no border before it, and 3 none after it: their results are not used.
+  static __device__ __forceinline__ constexpr int near_queries_row(int subchunk) {
+    return subchunk == 2 ? HALF_ROW : NEAR_ROW + 4 * (subchunk - 1);
+  }
+  static __device__ __forceinline__ constexpr int near_keys_row(int subchunk) {
+    return subchunk == 1 ? HALF_ROW + SUB_CHUNK : NEAR_ROW + 4 * subchunk;
+  }
   i32 out_of_float16;  // whether a row of this chunk, or of an earlier one, exceeds the range of B; never reset
 };
 template <typename M, typename B, int BK> struct ScoreOperands<false, M, B, BK> {};
+using AnyOperands = ScoreOperands<true, bf16, f16, 64>;
+static_assert(AnyOperands::near_queries_row(1) == 0 && AnyOperands::near_queries_row(3) == SUB_CHUNK, "see the map");
+static_assert(AnyOperands::near_keys_row(0) == 0 && AnyOperands::near_keys_row(2) == SUB_CHUNK, "see the map");
 
 // If K_RANKS > 1, each block's vote for the chunks of stages 0 and 1: whether the gates of its channels are so large
 // that operands would overflow, so that both blocks compute the chunk token by token (forward_growth.cuh).
