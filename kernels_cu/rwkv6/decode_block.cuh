@@ -12,6 +12,9 @@
 
 template <typename T, typename S, int STAGES> struct DecodeBlock {
   static constexpr int EACH = Lane<T>::EACH, TERMS = Split<T>::TERMS;
+  static_assert(sizeof(Shared<STAGES>) % 16 == 0, "the staging area behind it is read by 16 bytes");
+  static_assert(TERMS <= sizeof(Shared<STAGES>::tile_sums[0]) / sizeof(Shared<STAGES>::tile_sums[0][0]));
+  static_assert(STAGES <= THREADS && PHASES < THREADS);  // init_stages has a thread for each
 
   const Args<T, S>& args;
   Shared<STAGES>& s;

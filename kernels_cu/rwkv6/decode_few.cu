@@ -235,6 +235,6 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
 };
 
 template <typename T, typename S, int STAGES>
-__global__ void __launch_bounds__(ALL_THREADS<T>, 1) rwkv6_decode_few(const __grid_constant__ Args<T, S> args) {
+__global__ void __launch_bounds__(ALL_THREADS, 1) rwkv6_decode_few(const __grid_constant__ Args<T, S> args) {
   decode_token<DecodeFew<T, S, STAGES>, T, S, STAGES>(args);
 }

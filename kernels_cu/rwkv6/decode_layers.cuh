@@ -57,6 +57,8 @@
 //               of the vector must be staged at once. The host makes args.staged at least D, their K; FFN_VALUE's
 //               vector may be staged in parts
 //   share_of    gives a block the same tiles of OUTPUT and of FFN_VALUE, in every layer
+constexpr int MOST_DIGITS = 8192;  // the most numbers in the staging area with digits
+
 template <class Version, typename T, typename S, int STAGES> struct DecodeLayers : DecodeNorms<T, S, STAGES> {
   typedef DecodeNorms<T, S, STAGES> Block;
   using Block::args, Block::s, Block::staging, Block::D, Block::tid, Block::stage, Block::parity, Block::epoch;
@@ -79,18 +81,19 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   // Stages of a vector's operands that a lane has in registers at a time. With digits, a vector of up to 2048 numbers
   // is loaded once for all tiles.
   static constexpr int VECTOR_STAGES = DIGITS ? 2048 / Lane<T>::STAGE : GROUP;
+  static_assert(VECTOR_STAGES % GROUP == 0);  // `products` takes GROUP stages of them at a time
   // Whether lanes load HELD_STAGES stages of weights (`held` in `products`) before the vector is there. Not with int8,
   // whose vector takes these registers (VECTOR_STAGES).
   static constexpr bool HOLDS = HOLDS_WEIGHTS && !DIGITS;
   static constexpr int HELD_STAGES = 2;
-  static constexpr int LANES = DIGITS ? 2 : 1;  // lanes of the finishing warp for each row
+  static constexpr int LANES = DIGITS ? 2 : 1;                  // lanes of the finishing warp for each row
+  static_assert(LANES * ROWS <= 32 && WARPS / LANES % 4 == 0);  // a lane loads the sums of four warps at a time
   typedef typename Sum<T>::Type Sums[CHAINS][Split<T>::SUMS][4];
 
   static constexpr bool GATED = true, UNGATED = false;
   // FOURS: groups of four words that a lane waits for at once, or FEW if these are all. Held weights, and gates, leave
   // registers for fewer. With digits a call of `fetch` must find one unit for all numbers.
   static constexpr int FEW = 2;
-  static constexpr int MOST_DIGITS = 8192;  // the most numbers in the staging area with digits (DecodeFew.staged)
 
   // Waits for `count` words, and stores the operands of their numbers in the staging area, in rows of `pitch` numbers.
   __device__ __forceinline__ void fetch_words(const Word* words, int pitch, int count) {
@@ -355,9 +358,6 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   }
 };
 
-// Threads that compute, that copy weights, and those of the finishing warp.
-template <typename T> constexpr int ALL_THREADS = THREADS + 32 * COPIERS + 32;
-
 // Computes phases [first, last); for the 256 computing threads and the finishing warp.
 template <class Version, typename T, typename S, int STAGES>
 __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s) {
@@ -392,7 +392,7 @@ __device__ __forceinline__ void decode_token(const Args<T, S>& args) {
   Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
   launch_next();  // the next kernel may begin
   init_stages(args, s);
-  const bool copies = threadIdx.x >= THREADS && threadIdx.x < ALL_THREADS<T> - 32;
+  const bool copies = threadIdx.x >= THREADS && threadIdx.x < ALL_THREADS - 32;
   if (copies) copy_weights(args, s);
   else decode<Version, T, S, STAGES>(args, s);
 }

@@ -40,9 +40,13 @@ template <typename T, typename S, int STAGES> struct DecodeOperands : DecodeBloc
   static constexpr int NEIGHBOURS = 16 / sizeof(Word);
   typedef u32 Operands[STEPS][WORDS];  // a lane's, for a stage of weights: of one term of the vector's numbers
 
-  // A norm's floats: after the operands of its vectors, or, if operands are floats and it is not kept, in their place.
-  static constexpr int BYTES = PACKED > 1 ? VECTORS * TERMS * 4 / PACKED : KEEPS_NORM ? 4 : 0;  // of a channel
-  __device__ __forceinline__ float* floats() const { return staging + BYTES * D / 4; }
+  // Bytes of a number, or of a channel. Operands of a vector; those of a norm's vectors, after which its floats are, or
+  // in whose place they are if operands are floats and the norm is not kept; all that a norm has in the staging area.
+  // The host reserves as many (DecodeFew and DecodeOne compare them).
+  static constexpr int OPERAND_BYTES = PACKED > 1 ? TERMS * 4 / PACKED : 4;
+  static constexpr int FLOATS_AT = PACKED > 1 ? VECTORS * OPERAND_BYTES : KEEPS_NORM ? 4 : 0;
+  static constexpr int NORM_BYTES = PACKED > 1 ? FLOATS_AT + (DIGITS ? 8 : 4) : 8;
+  __device__ __forceinline__ float* floats() const { return staging + FLOATS_AT * D / 4; }
   // Where LN(x) is kept: over the floats of x, or, with digits, D numbers later, after the floats of the mix that
   // become digits.
   __device__ __forceinline__ float* kept_norm() const { return floats() + (DIGITS ? D : 0); }

@@ -24,6 +24,7 @@
 
 // A unit of the phase MIX is CHANNELS channels of one of the five mixes; SPLITS threads share a channel's sum over A.
 constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;
+static_assert(SPLITS * CHANNELS == THREADS);
 constexpr int VECTORS = 2;             // how many mixes of a norm a block computes at once (FFN_INPUTS has two)
 constexpr bool KEEPS_NORM = false;     // whether a block keeps LN(x) to compute other mixes of it later
 constexpr bool HOLDS_WEIGHTS = false;  // whether OUTPUT and FFN_INPUTS begin with weights in registers

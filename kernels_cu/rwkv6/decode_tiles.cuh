@@ -61,6 +61,7 @@ template <typename T> struct PlaceOfTile {
 // a row; STRIDE: columns of all warps. start: a thread's first column.
 template <typename T> struct Lane {
   static constexpr int EACH = 16 / sizeof(T), STEP = 4 * EACH, STRIDE = WARPS * STEP, STAGE = STEPS * STRIDE;
+  static_assert(STAGE * sizeof(T) == PIECE);
 
   static __device__ __forceinline__ int start(int thread) { return (thread >> 5) * STEP + (thread & 3) * EACH; }
 };

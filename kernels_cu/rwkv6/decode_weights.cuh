@@ -15,13 +15,15 @@
 //     weights and scales of a tile; PlaceOfTile: matrices of all layers, and a tile's number there
 //   PHASES: of a layer; OUTPUT, FFN_VALUE, HEAD: some of them; own_place_of: where the tiles of other phases are
 
-constexpr int COPIERS = 3;  // warps that copy weights
-constexpr int FLIGHT = 3;   // stages that are being copied at a time
+constexpr int COPIERS = 3;                                // warps that copy weights
+constexpr int FLIGHT = 3;                                 // stages that are being copied at a time
+constexpr int ALL_THREADS = THREADS + 32 * COPIERS + 32;  // those that compute, that copy, and the finishing warp
 
 template <int STAGES> struct Shared {
   static_assert(FLIGHT <= STAGES);
   // Even rows first, then odd rows: so reads of neighbouring rows have no bank conflicts.
   unsigned char ring[STAGES][2][ROWS / 2 * PIECE + 64];
+  static_assert(ROWS % 2 == 0 && sizeof(ring[0][0]) % 16 == 0);  // bulk copies begin at multiples of 16 bytes
   MBarrier full[STAGES], empty[STAGES];
   Tiles tiles[PHASES + 1];           // of each phase
   float units[2][WARPS];             // int8: of two vectors, the unit of each warp's digits

@@ -191,6 +191,6 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
 };
 
 template <typename T, typename S, int STAGES>
-__global__ void __launch_bounds__(ALL_THREADS<T>, 1) rwkv7_decode_one(const __grid_constant__ Args<T, S> args) {
+__global__ void __launch_bounds__(ALL_THREADS, 1) rwkv7_decode_one(const __grid_constant__ Args<T, S> args) {
   decode_token<DecodeOne<T, S, STAGES>, T, S, STAGES>(args);
 }

@@ -42,6 +42,7 @@ class Matvec(ModelKernel):
     file = "rwkv6/matvec"
     ROWS: ClassVar[int] = 16  # rows of a matrix per block: one side of a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # the most vectors: the tile's other side
+    constants = (("ROWS", "ROWS"), ("COLUMNS", "COLUMNS"))
     THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)  # the possible THREADS_A_BLOCK
     arguments = (*structs("products", PRODUCTS, PRODUCT), *members("int64s B K"))
     shared_memory = ("Shared<{THREADS_A_BLOCK}>",)
@@ -184,8 +185,17 @@ class SquaredProduct(ModelKernel):
     arguments = members("tensor_maps x w, pointers y, int64s tokens M K")
     shared_memory = ("Shared<{dtype}>",)
     BOX: ClassVar[int] = 128  # rows of x, or of w, that a copy moves
-    TILE: ClassVar[tuple[int, int]] = (256, 256)  # tokens and rows that a cluster computes at a time
+    TOKENS: ClassVar[int] = 256  # these, and ROWS of w, are what a cluster computes at a time
+    ROWS: ClassVar[int] = 256
     arch, threads, blocks_per_cluster = SM90, 288, 2
+    constants = (
+        ("32 * WARPS + 32", "threads"),
+        ("BLOCKS", "blocks_per_cluster"),
+        ("BLOCKS * TOKENS", "TOKENS"),
+        ("ROWS", "ROWS"),
+        ("TOKENS", "BOX"),
+        ("ROWS / BLOCKS", "BOX"),
+    )
     dtype: np.dtype
 
     @classmethod
@@ -198,7 +208,7 @@ class SquaredProduct(ModelKernel):
     @classmethod
     def tiles(cls, w, x) -> int:
         """Tiles of all clusters."""
-        return ceil_div(x.shape[0], cls.TILE[0]) * ceil_div(w.shape[0], cls.TILE[1])
+        return ceil_div(x.shape[0], cls.TOKENS) * ceil_div(w.shape[0], cls.ROWS)
 
     @classmethod
     def clusters(cls, device) -> int:
@@ -226,6 +236,7 @@ class WideProduct(ModelKernel):
     SHAPES: ClassVar[dict[int, tuple]] = {64: ((64, 1, 1), (72, 1, 1)), 256: ((128, 2, 2), (144, 2, 2))}
     LEAST: ClassVar[int] = 56  # vectors: with fewer, too much of its tiles is empty
     DEPTH: ClassVar[int] = 64  # columns that a block multiplies in a step
+    constants = (("DEPTH", "DEPTH"),)
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)  # the possible numbers of parts
     WAVES: ClassVar[int] = 2  # the most blocks per multiprocessor; with more, BatchProduct and cuBLAS are faster
     arguments = (*structs("stacks", STACKS, STACK), *members("int64s B K parts"))

@@ -85,6 +85,9 @@ class TimeMixStep(ModelKernel):
     arguments = TIME_MIX
     shared_memory = ("TimeMixScratch",)
     threads, parts = 256, 1  # parts: the most parts of k, v, r and gate that the kernel adds up
+    MOST_N: ClassVar[int] = 256
+    MOST_W: ClassVar[int] = 512
+    constants = (*ModelKernel.constants, ("MAX_N", "MOST_N"), ("MAX_W", "MOST_W"))
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
@@ -101,6 +104,7 @@ class TimeMixBatch(ModelKernel):
     arguments = (*TIME_MIX, *members("int64s P"))
     shared_memory = ("Shared<{SEQUENCES}>",)
     N: ClassVar[int] = 64
+    constants = (("N", "N"),)
     MOST_PARTS: ClassVar[int] = 2  # the most parts of k, v, r and gate, in blocks of fewer than 8 sequences
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 4, 2)  # the possible SEQUENCES
     dtype: np.dtype
@@ -159,6 +163,16 @@ class DecodeFew(ModelKernel):
     ROWS: ClassVar[int] = 16  # of a weight matrix per tile of the tensor cores
     STAGES: ClassVar[tuple[int, ...]] = (11, 8, 4)  # the possible `stages`
     DIGITS_AT_ONCE: ClassVar[int] = 8192  # the most input numbers in the area for int8 weights, which take digits
+    # the compiler compares these pairs
+    constants = (
+        ("PHASES", "PHASES"),
+        ("ROWS", "ROWS"),
+        ("ALL_THREADS", "threads"),
+        ("Lane<{dtype}>::STAGE", "slot"),
+        ("MOST_DIGITS", "DIGITS_AT_ONCE"),
+        ("DecodeOperands<{dtype}, {state}, {stages}>::OPERAND_BYTES", "bytes_of_operand"),
+        ("DecodeOperands<{dtype}, {state}, {stages}>::NORM_BYTES", "bytes_of_norm"),
+    )
     dtype: np.dtype
     state: np.dtype
     stages: int
@@ -183,7 +197,7 @@ class DecodeFew(ModelKernel):
     def least_area(self, sizes) -> int:
         """Bytes for whichever needs the most: the operands of two mixes and the norm from which they are computed; a
         head's time mix; tanh(low) of one of the five mixes, A numbers in float32."""
-        norm = (2 * self.bytes_of_operand + self.bytes_of_float) * sizes["D"]
+        norm = self.bytes_of_norm * sizes["D"]
         return max(norm, TimeMixStep(self.dtype, self.dtype, self.state, 1).shared_bytes, 4 * sizes["A"])
 
     def staged(self, area) -> int:
@@ -203,10 +217,10 @@ class DecodeFew(ModelKernel):
         return 6 if self.dtype == BFLOAT16 else 4
 
     @property
-    def bytes_of_float(self) -> int:
-        """Bytes per channel in the input area besides the operands: of the float32 norm, and with int8 weights also of
-        the float32 mix that becomes digits. float32 operands overwrite the norm: 0."""
-        return {BFLOAT16: 4, INT8: 8}.get(self.dtype, 0)
+    def bytes_of_norm(self) -> int:
+        """Bytes per channel in the input area during a norm: the operands of two mixes, the float32 norm, and with int8
+        weights also the float32 mix that becomes digits. float32 operands overwrite the norm."""
+        return 2 * self.bytes_of_operand + {BFLOAT16: 4, INT8: 8}.get(self.dtype, 0)
 
 
 class Argmax(ModelKernel):
@@ -235,21 +249,26 @@ class ChosenNorm(ModelKernel):
         draft.launch(cls(x.dtype, y.dtype), chosen.size, chosen=chosen, x=x, **affine(norm), y=y, eps=eps)
 
 
-LOW_RANK_TOKENS, LOW_RANK_COLUMNS = 16, 128  # of a tile of a product with a matrix of low rank
-
-
 def parts_of_low(dtype, X, terms) -> int:
     """How many numbers of the dtype of `up` a step takes for a number of `low`: so many that its sum is as exact as
     products whose vectors are `terms` numbers of dtype X."""
     return 3 if dtype == BFLOAT16 and (X == FLOAT32 or terms > 1) else 2
 
 
-def low_rank_blocks(tiles, tokens, D) -> int:
-    """Blocks of a product with a low-rank matrix [rank, D], if a block computes so many tiles of tokens."""
-    return ceil_div(tokens, tiles * LOW_RANK_TOKENS) * ceil_div(D, LOW_RANK_COLUMNS)
+class LowRankKernel(ModelKernel):
+    """The base of kernels with a product by a matrix of low rank [rank, D]. A block computes COLUMNS of its columns for
+    TILES tiles of tokens."""
+
+    TILE_TOKENS: ClassVar[int] = 16
+    COLUMNS: ClassVar[int] = 128
+    constants = (*ModelKernel.constants, ("TILE_TOKENS", "TILE_TOKENS"), ("COLUMNS", "COLUMNS"))
+    threads = 256
+
+    def blocks_of_product(self, tokens, D) -> int:
+        return ceil_div(tokens, self.TILES * self.TILE_TOKENS) * ceil_div(D, self.COLUMNS)
 
 
-class DataMix(ModelKernel):
+class DataMix(LowRankKernel):
     """The five mixes w, k, v, r, g of RWKV-6's time mix, whose weights depend on the data: mixed_c = xx + (previous -
     xx) (maa_c + tanh(low_c) up_c), with `low` [5, T, A] and `up` [5, A, D] of low rank A.
 
@@ -261,7 +280,6 @@ class DataMix(ModelKernel):
     file = "rwkv6/data_mix"
     arguments = members("pointers low up maa xx d mixed, int64s tokens D A P")
     shared_memory = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
-    threads = 256
     dtype: np.dtype
     X: np.dtype
     PARTS: int
@@ -284,7 +302,7 @@ class DataMix(ModelKernel):
         return 8 if self.TILES == self.INPUTS == 1 and self.X != FLOAT32 else 1
 
     def blocks(self, tokens, D) -> int:
-        return low_rank_blocks(self.TILES, tokens, D) * 5 // self.INPUTS
+        return self.blocks_of_product(tokens, D) * 5 // self.INPUTS
 
 
 class ElementwiseKernel(ModelKernel):
@@ -348,7 +366,7 @@ class ShiftMix(ModelKernel):
         return kernel, min(kernel.TOKENS, wanted)
 
 
-class Openings(ModelKernel):
+class Openings(LowRankKernel):
     """The MATRICES quantities of a token that products of low rank compute from its channels, in float32: w, the log of
     the decay; and, in RWKV-7's steps, three `openings`: the learning rate, the gate, and the share of the first layer's
     value. Their ranks are W, A, G and Q; all matrices have R rows."""
@@ -356,7 +374,6 @@ class Openings(ModelKernel):
     file = "rwkv6/openings"
     arguments = members("pointers low up bases w, pointers? openings, int64s tokens D R W A G Q")
     shared_memory = ("LowRank<{dtype}, {TILES}, {PARTS}, {PASS}>",)
-    threads = 256
     dtype: np.dtype
     PARTS: int
     TILES: int
@@ -377,7 +394,7 @@ class Openings(ModelKernel):
         return cls(dtype, 2, 2, 1)
 
     def blocks(self, tokens, D) -> int:
-        return self.MATRICES * low_rank_blocks(self.TILES, tokens, D)
+        return self.MATRICES * self.blocks_of_product(tokens, D)
 
 
 class HeadKernel(ModelKernel):
@@ -385,6 +402,7 @@ class HeadKernel(ModelKernel):
     neighbouring channels, and the groups are 64 channels apart."""
 
     CHANNELS_APART: ClassVar[int] = 64
+    constants = (*ModelKernel.constants, ("CHANNELS_APART", "CHANNELS_APART"))
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 2)  # the possible WIDTH, of which heads have a multiple
     DEPTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible GROUPS
     PASSES: ClassVar[int] = 4

@@ -50,6 +50,7 @@ class TimeMixOfHeads(TimeMixOfToken):
     threads = 32
     N: ClassVar[int] = 64
     ROWS: ClassVar[int] = 32
+    constants = (("N", "N"), ("ROWS", "ROWS"))
     FEW: ClassVar[int] = 8  # blocks per multiprocessor, which has registers for so many with HELD = ROWS
     HELD: int
 
@@ -83,13 +84,14 @@ class DecodeOne(rwkv6.DecodeFew):
         four products of low rank, and the threads' sums of these or that of `TimeMixOfToken`."""
         rank = padded(max(sizes[axis] for axis in "WAGQ"), self.ROWS)
         head = TimeMixOfToken(self.dtype, self.state, 1)
-        norm = (self.bytes_of_operand + self.bytes_of_float) * sizes["D"]
+        norm = self.bytes_of_norm * sizes["D"]
         return max(norm, 4 * DOWNS * rank + max(head.shared_bytes, 4 * DOWNS * 4 * head.threads))
 
     @property
-    def bytes_of_float(self) -> int:
-        """Bytes of the kept norm per channel, and with int8 weights of the mix that becomes digits."""
-        return 8 if self.dtype == INT8 else 4
+    def bytes_of_norm(self) -> int:
+        """Bytes per channel during a norm: one mix's operands, the kept norm, and with int8 the mix that becomes
+        digits."""
+        return self.bytes_of_operand + (8 if self.dtype == INT8 else 4)
 
 
 class LowActivations(rwkv6.ElementwiseKernel):
