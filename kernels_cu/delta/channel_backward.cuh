@@ -24,12 +24,10 @@
 //           block 2 gets end_sums[0], which is row_sums of block 3 with its pairs, and block 1 gets end_sums[1],
 //           column_sums of block 0 with its pairs (add_terms_of_blocks).
 // caller    kda_backward_chunks.cu and dplr_backward_chunks.cu; | is a barrier of the block:
-//             fetch_states and fetch_rows start copying the first 64 columns of V and the tokens; the caller copies g
-//             for every 64 columns of V:
-//               | states and values have arrived
-//               multiply_states, and the caller's own products, which give pairs
-//               | states and values have been read, and tokens have arrived; the next 64 columns are copied
-//             store terms, store_pairs_of_blocks, store_diagonals; load BlockTokens, store block_decays
+//             fetch_states and fetch_rows start copying the first 64 columns of V, then the tokens; the caller copies g
+//             each_columns, which has two barriers for every 64 columns of V, calls multiply_states, and the caller's
+//             own products, which give pairs
+//             store_terms, store_pairs_of_blocks, store_diagonals; load BlockTokens, store block_decays
 //             | terms, pairs, state_product and block_decays are stored; all threads have read their tokens
 //             add_pairs_of_blocks, which has four barriers
 //             add pairs within the block; add_terms_of_blocks; store_block, for each gradient
@@ -61,10 +59,25 @@
 //   own_lane(): threadIdx.x & 31, computed again at each call, so that no register keeps it
 //   mma_m16n8k16(d, a, b, T{}): d += a b; T{} only gives the type
 //   state_index: the place in chunk_states of the 64 channels from `channel` on
-//   Accumulators: a warp's sums [32 tokens, 16 columns] (chunk.cuh)
+//   Accumulators: a warp's sums [32 tokens, 16 columns]; each_pair: calls f for a lane's pairs of them (chunk.cuh)
 
 constexpr int THREADS = 2 * TILE, HALF = BT / 2;  // HALF: tokens on a side of the border after 16
 constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks of the chunk
+
+// The chunk and the 64 channels of a block, in a grid [B, H, NC, padded(K) / TILE].
+struct ChannelTile {
+  u32 b, h, chunk;      // the batch row, the head of values, the chunk's number in the batch row
+  int first, channels;  // the first channel; how many there are from it on, perhaps more than 64
+  Span span;            // the chunk's tokens
+  int rows;             // how many tokens
+
+  __device__ __forceinline__ explicit ChannelTile(const Shape& shape) {
+    const u32 tiles = u32(padded(shape.K)) / TILE, of_head = blockIdx.x / tiles / u32(shape.NC);
+    chunk = blockIdx.x / tiles % u32(shape.NC), h = of_head % u32(shape.H), b = of_head / u32(shape.H);
+    first = blockIdx.x % tiles * TILE, channels = int(shape.K) - first;
+    span = chunk_tokens(shape, chunk), rows = int(span.stop - span.start);
+  }
+};
 
 // Shared memory for pairs of two blocks and for sums over blocks. Number: the type of pairs, and of decayed rows and
 // columns; NUMBERS: how many Numbers a value is the sum of, 2 of 16 bits or 1 of 32. Kinds are numbered: first the
@@ -128,16 +141,16 @@ __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, i
   }
 }
 
-// Starts copying 32 columns of V by the 64 channels from `channel` on, of S (warps 0 and 1) or of dS (warps 2 and 3) of
-// chunk `chunk` of the batch row: the first 32 columns from `column` on by warps 0 and 2, the next 32 by warps 1 and 3.
-// They lie in memory as they do in s.states: [8][8] matrices of 8 columns by 8 channels.
+// Starts copying 32 columns of V by the block's 64 channels, of S (warps 0 and 1) or of dS (warps 2 and 3): the first
+// 32 columns from `column` on by warps 0 and 2, the next 32 by warps 1 and 3. They lie in memory as they do in
+// s.states: [8][8] matrices of 8 columns by 8 channels.
 template <typename T, class S>
 __device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const T* state_gradients, const Shape& shape,
-                                             i64 b, i64 h, i64 chunk, int channel, int column) {
+                                             const ChannelTile& tile, int column) {
   constexpr int PIECE = 16 / sizeof(T), SIZE = TILE * TILE / 2;
   const int warp = threadIdx.x >> 5, state = warp / 2, first = warp % 2 * SIZE + own_lane() * PIECE;
-  const T* from =
-      (state ? state_gradients : chunk_states) + state_index(shape, b, h, chunk, channel) + i64(column) * TILE + first;
+  const T* from = (state ? state_gradients : chunk_states) +
+                  state_index(shape, tile.b, tile.h, tile.chunk, tile.first) + i64(column) * TILE + first;
 #pragma unroll
   for (int n = 0; n < SIZE; n += 32 * PIECE) cp_async<16>(s.states[state] + first + n, from + n);
 }
@@ -190,6 +203,35 @@ __device__ __forceinline__ void multiply_states(Accumulators (&terms)[KINDS], fl
       }
     multiply_diagonals<T>(diagonals, states[0], states[1]);
   }
+}
+
+// Calls multiply() for every 64 of the V columns, once they have arrived; `fetch(column)` starts copying those from
+// `column` on, and commits them as a group. Before the call two groups are under way: the first columns, then the
+// tokens, which have arrived when it returns. The columns have been read then: terms may overwrite them.
+template <class Fetch, class Multiply>
+__device__ __forceinline__ void each_columns(i64 V, Fetch fetch, Multiply multiply) {
+  cp_async_wait<1>();  // the first columns; tokens and gates may still be on their way
+#pragma unroll 1
+  for (int column = 0;; column += TILE) {
+    __syncthreads();  // the columns have arrived; the first time also: what the caller has stored is in shared memory
+    multiply();
+    cp_async_wait<0>();
+    __syncthreads();  // the columns have been read: others, or terms, may overwrite them; tokens have arrived
+    if (column + TILE >= V) break;
+    fetch(column + TILE);
+    cp_async_wait<0>();
+  }
+}
+
+// Stores terms[kind] of multiply_states, times factor(kind, token), in s.terms.
+template <int KINDS, class S, class Factor>
+__device__ __forceinline__ void store_terms(S& s, const Accumulators (&terms)[KINDS], Factor factor) {
+#pragma unroll
+  for (int kind = 0; kind < KINDS; ++kind)
+    each_pair([&](int i, int c, int m, int across, int down) {
+      const float *x = terms[kind][m][across] + 2 * down, weight = factor(kind, i);
+      put_pair(s.terms[kind] + term_place(i, c), {weight * x[0], weight * x[1]});
+    });
 }
 
 // Stores a lane's pairs x and y: of row g of block `row` with columns 2t and 2t + 1 of block `column`, where g = lane /

@@ -85,16 +85,16 @@ template <typename T, typename G> struct alignas(16) Shared : BlockSums<2, Opera
   float4 pairs[BLOCKS][BLOCK][BLOCK];  // (qk, qb, ak, ab)_ij of pairs within a block: [block][i][j], read for j <= i
 };
 
-// Starts copying 64 columns of V, from `column` on: of channels `channel` ... `channel` + 63 of S and dS (fetch_states,
-// all warps), and of s.values. Warp n copies values[n] (Value).
+// Starts copying 64 columns of V, from `column` on: of S and dS in the block's channels (fetch_states, all warps), and
+// of s.values. Warp n copies values[n] (Value).
 template <typename T, typename G>
-__device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
-                                              i64 chunk, int channel, int column) {
+__device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>& args, const ChannelTile& tile,
+                                              int column) {
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
-  fetch_states(s, args.chunk_states, args.state_gradients, args.shape, b, h, chunk, channel, column);
+  fetch_states(s, args.chunk_states, args.state_gradients, args.shape, tile, column);
   const StridedRows<const T>& rows = (&args.do_)[warp];
   const bool is_padded = warp % 2;  // rows of du and u have V columns padded with zeros to a multiple of 64
-  fetch_rows(s.values[warp], rows.row(b, h, span.start) + column, rows.token_stride, int(span.stop - span.start),
+  fetch_rows(s.values[warp], rows.row(tile.b, tile.h, tile.span.start) + column, rows.token_stride, tile.rows,
              (is_padded ? padded(V) : V) - column, is_padded ? 16 : int(args.bytes));
   cp_async_commit();
 }
@@ -176,46 +176,31 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     delta_dplr_backward_chunks(const Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(padded(shape.K)) / TILE, batch_head = blockIdx.x / tiles / u32(shape.NC);
-  const u32 chunk = blockIdx.x / tiles % u32(shape.NC), h = batch_head % u32(shape.H), b = batch_head / u32(shape.H);
-  // first: the block's first channel; channels: how many there are from it on, perhaps more than 64.
-  const int first = blockIdx.x % tiles * TILE, channels = int(shape.K) - first, bytes = int(args.bytes);
-  const Span span = chunk_tokens(shape, chunk);
-  const int rows = int(span.stop - span.start);
+  const ChannelTile tile(shape);
+  const int bytes = int(args.bytes);
   const float scale = float(args.scale);
 
   const int warp = threadIdx.x >> 5;
-  fetch_columns(s, args, b, h, span, chunk, first, 0);
+  fetch_columns(s, args, tile, 0);
   const auto& x = (&args.q)[warp];
-  fetch_rows(s.tokens[warp], x.row(b, h, span.start) + first, x.token_stride, rows, channels, bytes);
-  copy_chunk<TILE, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.token_stride, rows, channels, bytes);
+  fetch_rows(s.tokens[warp], x.row(tile.b, tile.h, tile.span.start) + tile.first, x.token_stride, tile.rows,
+             tile.channels, bytes);
+  copy_chunk<TILE, THREADS>(s.g, args.g.row(tile.b, tile.h, tile.span.start) + tile.first, args.g.token_stride,
+                            tile.rows, tile.channels, bytes);
   cp_async_commit();
 
   Accumulators terms[4] = {};  // by Token: S do, S du, dS v, dS u, in the warp's 16 channels
   // pairs: the warp's products of values (multiply_values); diagonals: a lane's terms of the sum over V of S dS, which
   // store_diagonals stores.
   float pairs[6][4] = {}, diagonals[4] = {};
-  cp_async_wait<1>();  // the first columns; tokens and gates may still be on their way
-#pragma unroll 1
-  for (int column = 0;; column += TILE) {
-    __syncthreads();  // the columns have arrived
-    multiply_values(pairs, s.values[DO + warp / 2], s.values[V_ + warp % 2]);
-    multiply_states<T>(terms, diagonals, s);
-    cp_async_wait<0>();
-    __syncthreads();  // the columns have been read: others, or terms, may overwrite them; tokens have arrived
-    if (column + TILE >= shape.V) break;
-    fetch_columns(s, args, b, h, span, chunk, first, column + TILE);
-    cp_async_wait<0>();
-  }
-  // Stores the products with S and dS, without decays so far. n: a Token, or its Value. each_pair calls the lambda for
-  // a lane's pairs of channels c, c + 1 of token i.
-#pragma unroll
-  for (int n = 0; n < 4; ++n)
-    each_pair([&](int i, int c, int m, int across, int down) {
-      const float* x = terms[n][m][across] + 2 * down;
-      const float factor = n == DO ? scale : 1.f;
-      put_pair(s.terms[n] + term_place(i, c), {factor * x[0], factor * x[1]});
-    });
+  each_columns(
+      shape.V, [&](int column) { fetch_columns(s, args, tile, column); },
+      [&] {
+        multiply_values(pairs, s.values[DO + warp / 2], s.values[V_ + warp % 2]);
+        multiply_states<T>(terms, diagonals, s);
+      });
+  // The products with S and dS, without decays so far, by Token, or its Value.
+  store_terms(s, terms, [&](int n, int) { return n == DO ? scale : 1.f; });
   store_pairs(s, pairs, warp < 2 ? scale : 1.f);
   store_diagonals(s.state_product, diagonals);
   // From here on a warp has a block of 8 tokens, a thread its channels c and c + 1.
@@ -288,8 +273,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   // Adds to dg what other blocks, the block's own columns and S dS give; dg is complete then.
   add_terms_of_blocks(dg, column_terms, s, block, c);
   const auto store = [&](const auto& to, auto value) {
-    store_block(to.row(b, h, span.start + start) + first + c, to.token_stride, rows - start, channels - c, bytes,
-                value);
+    store_block(to.row(tile.b, tile.h, tile.span.start + start) + tile.first + c, to.token_stride, tile.rows - start,
+                tile.channels - c, bytes, value);
   };
   store(args.dg, [&](int n) { return dg[n]; });
   store(args.dq, [&](int n) { return term(Q_ROW, n); });

@@ -101,19 +101,18 @@ template <typename T, typename G> struct alignas(16) Shared : BlockSums<1, Opera
   float beta[BT];
 };
 
-// Starts copying 64 columns of V, from `column` on: of channels `channel` ... `channel` + 63 of S and dS (fetch_states,
-// all warps), and of s.values. Warp n copies values[n] (Value). Rows of w and e have V columns padded with zeros to a
-// multiple of 64; those of do have V.
+// Starts copying 64 columns of V, from `column` on: of S and dS in the block's channels (fetch_states, all warps), and
+// of s.values. Warp n copies values[n] (Value). Rows of w and e have V columns padded with zeros to a multiple of 64;
+// those of do have V.
 template <typename T, typename G>
-__device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
-                                              i64 chunk, int channel, int column) {
+__device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>& args, const ChannelTile& tile,
+                                              int column) {
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
-  fetch_states(s, args.chunk_states, args.state_gradients, args.shape, b, h, chunk, channel, column);
+  fetch_states(s, args.chunk_states, args.state_gradients, args.shape, tile, column);
   const StridedRows<const T>& rows = warp == DO ? args.do_ : warp == W ? args.w : args.e;
   if (warp < E + Matrix<T>::NUMBERS)
-    fetch_rows(s.values[warp], rows.row(b, h, span.start) + (warp == E_ERROR ? padded(V) : 0) + column,
-               rows.token_stride, int(span.stop - span.start), (warp == DO ? V : padded(V)) - column,
-               warp == DO ? int(args.bytes) : 16);
+    fetch_rows(s.values[warp], rows.row(tile.b, tile.h, tile.span.start) + (warp == E_ERROR ? padded(V) : 0) + column,
+               rows.token_stride, tile.rows, (warp == DO ? V : padded(V)) - column, warp == DO ? int(args.bytes) : 16);
   cp_async_commit();
 }
 
@@ -199,27 +198,28 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     delta_kda_backward_chunks(const Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const u32 tiles = u32(padded(shape.K)) / TILE, batch_head = blockIdx.x / tiles / u32(shape.NC);
-  const u32 chunk = blockIdx.x / tiles % u32(shape.NC), h = batch_head % u32(shape.H), b = batch_head / u32(shape.H);
-  const u32 head = h / u32(args.group);
-  // first: the block's first channel; channels: how many there are from it on, perhaps more than 64.
-  const int first = blockIdx.x % tiles * TILE, channels = int(shape.K) - first, bytes = int(args.bytes);
-  const Span span = chunk_tokens(shape, chunk);
-  const int rows = int(span.stop - span.start);
+  const ChannelTile tile(shape);
+  const u32 head = tile.h / u32(args.group);
+  const int bytes = int(args.bytes);
   const float scale = float(args.scale);
 
   const int warp = threadIdx.x >> 5;
-  fetch_columns(s, args, b, h, span, chunk, first, 0);
+  fetch_columns(s, args, tile, 0);
   if (warp < 2) {
     const auto& x = warp ? args.k : args.q;
-    fetch_rows(s.tokens[warp], x.row(b, head, span.start) + first, x.token_stride, rows, channels, bytes);
+    fetch_rows(s.tokens[warp], x.row(tile.b, head, tile.span.start) + tile.first, x.token_stride, tile.rows,
+               tile.channels, bytes);
   }
-  copy_chunk<TILE, THREADS>(s.g, args.g.row(b, h, span.start) + first, args.g.token_stride, rows, channels, bytes);
+  copy_chunk<TILE, THREADS>(s.g, args.g.row(tile.b, tile.h, tile.span.start) + tile.first, args.g.token_stride,
+                            tile.rows, tile.channels, bytes);
   cp_async_commit();
   if (int(threadIdx.x) < BT)
-    s.beta[threadIdx.x] = int(threadIdx.x) < rows ? to_float(*args.beta.row(b, h, span.start + threadIdx.x)) : 0.f;
-  compute_inverse_lengths(s.inverse_length[TOKEN_Q], args.q, b, head, span.start, rows, int(shape.K), args.normalized);
-  compute_inverse_lengths(s.inverse_length[TOKEN_K], args.k, b, head, span.start, rows, int(shape.K), args.normalized);
+    s.beta[threadIdx.x] =
+        int(threadIdx.x) < tile.rows ? to_float(*args.beta.row(tile.b, tile.h, tile.span.start + threadIdx.x)) : 0.f;
+  compute_inverse_lengths(s.inverse_length[TOKEN_Q], args.q, tile.b, head, tile.span.start, tile.rows, int(shape.K),
+                          args.normalized);
+  compute_inverse_lengths(s.inverse_length[TOKEN_K], args.k, tile.b, head, tile.span.start, tile.rows, int(shape.K),
+                          args.normalized);
 
   // The warp computes products of pairs: with do (kind 0, for a) or with w (kind 1, for m), of 16 tokens i.
   const int kind = warp % 2, half = warp / 2;
@@ -227,27 +227,14 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   // pairs: products of multiply_values; diagonals: the sum over V of S dS, as multiply_diagonals (channel_backward.cuh)
   // lays it out.
   float pairs[BLOCKS][4] = {}, diagonals[4] = {};
-  cp_async_wait<1>();  // the first columns; tokens and gates may still be on their way
-#pragma unroll 1
-  for (int column = 0;; column += TILE) {
-    __syncthreads();  // the columns have arrived; lengths and beta are in shared memory
-    multiply_values(pairs, s, kind, half);
-    multiply_states<T>(terms, diagonals, s);
-    cp_async_wait<0>();
-    __syncthreads();  // the columns have been read: others, or terms, may overwrite them; tokens have arrived
-    if (column + TILE >= shape.V) break;
-    fetch_columns(s, args, b, h, span, chunk, first, column + TILE);
-    cp_async_wait<0>();
-  }
-  // Scales the products with S and dS, without decays so far, and stores them. n: a Term. each_pair calls the lambda
-  // for a lane's pairs of channels c, c + 1 of token i.
-#pragma unroll
-  for (int n = 0; n < 3; ++n)
-    each_pair([&](int i, int c, int m, int across, int down) {
-      const float* x = terms[n][m][across] + 2 * down;
-      const float factor = n == Q_ROW ? scale : n == K_ROW ? -s.beta[i] : s.beta[i];
-      put_pair(s.terms[n] + term_place(i, c), {factor * x[0], factor * x[1]});
-    });
+  each_columns(
+      shape.V, [&](int column) { fetch_columns(s, args, tile, column); },
+      [&] {
+        multiply_values(pairs, s, kind, half);
+        multiply_states<T>(terms, diagonals, s);
+      });
+  // The products with S and dS, without decays so far, by Term.
+  store_terms(s, terms, [&](int n, int i) { return n == Q_ROW ? scale : n == K_ROW ? -s.beta[i] : s.beta[i]; });
   // Stores the scaled pairs a_ij or m_ij of block `row` with block j of 8 tokens. store_pairs_of_blocks puts those of
   // two blocks in s.pairs_across and calls the lambda for those within a block; there w_i . e_i is dbeta_i.
 #pragma unroll
@@ -264,8 +251,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
                        y_on_diagonal = row_in_block == column_in_block + 1;
             reinterpret_cast<float*>(&s.pairs[row][row_in_block][column_in_block])[kind] = factor * beta.x * x;
             reinterpret_cast<float*>(&s.pairs[row][row_in_block][column_in_block + 1])[kind] = factor * beta.y * y;
-            if (kind && first == 0 && (x_on_diagonal || y_on_diagonal) && i < rows)
-              *args.dbeta.row(b, h, span.start + i) = x_on_diagonal ? x : y;
+            if (kind && tile.first == 0 && (x_on_diagonal || y_on_diagonal) && i < tile.rows)
+              *args.dbeta.row(tile.b, tile.h, tile.span.start + i) = x_on_diagonal ? x : y;
           });
     }
   }
@@ -333,18 +320,20 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   }
   // Adds to dg what other blocks, the block's own columns and S dS give; dg is complete then.
   add_terms_of_blocks(dg, column_terms, s, block, c);
-  const i64 token = span.start + start;
-  store_block(args.dg.row(b, h, token) + first + c, args.dg.token_stride, rows - start, channels - c, bytes,
-              [&](int n) { return dg[n]; });
+  const i64 token = tile.span.start + start;
+  store_block(args.dg.row(tile.b, tile.h, token) + tile.first + c, args.dg.token_stride, tile.rows - start,
+              tile.channels - c, bytes, [&](int n) { return dg[n]; });
 #pragma unroll
   for (int kind = 0; kind < 2; ++kind) {  // a Token: dq, then dk
     const auto value = [&](int n) { return term(kind == TOKEN_Q ? Q_ROW : K_COLUMN, n); };
     if (args.parts) {
-      float* to = args.parts + (((kind * shape.B + b) * shape.H + h) * shape.T + token) * shape.K + first + c;
-      store_block(to, shape.K, rows - start, channels - c, shape.K % 2 ? 4 : 8, value);
+      float* to =
+          args.parts + (((kind * shape.B + tile.b) * shape.H + tile.h) * shape.T + token) * shape.K + tile.first + c;
+      store_block(to, shape.K, tile.rows - start, tile.channels - c, shape.K % 2 ? 4 : 8, value);
     } else {
       const StridedRows<T>& to = kind == TOKEN_Q ? args.dq : args.dk;
-      store_block(to.row(b, head, token) + first + c, to.token_stride, rows - start, channels - c, bytes, value);
+      store_block(to.row(tile.b, head, token) + tile.first + c, to.token_stride, tile.rows - start, tile.channels - c,
+                  bytes, value);
     }
   }
 }
