@@ -53,16 +53,12 @@ def plan_vjp(problem, device, do, dht, saved=None, summaries=(), sums_dg=False):
     inputs = draft.mapped_inputs(problem) if cut.way in (HOPPER, TILED) else draft.inputs(problem)
     do, dht = draft.cotangents(problem, do, dht)
     gradients, dh0 = tuple(map(draft.like, inputs)), draft.gradient_of_state(problem)
-    backward = GatedBackwardPass(problem, inputs, do, gradients, dht, dh0)
-    if cut.way == HOPPER:
-        starts = saved[0] if saved else None
-        if cut.forward is not None:  # the forward pass that computes these states again
-            # inputs[2] is v, in the place of o, which has its shape and dtype: this pass writes its own o, or none
-            starts = HopperForward(draft, problem, cut.forward, inputs, inputs[2]).starts_of_backward_segments()
-        tiles, partial_du = launch_hopper(draft, backward, cut, summaries, starts)
-    else:
-        launch = LAUNCH_OF_WAY[cut.way]
-        tiles, partial_du = launch(draft, backward, cut)
+    starts = saved[0] if saved else None
+    if cut.forward is not None:  # the forward pass that computes these states again
+        # inputs[2] is v, in the place of o, which has its shape and dtype: this pass writes its own o, or none
+        starts = HopperForward(draft, problem, cut.forward, inputs, inputs[2]).starts_of_backward_segments()
+    backward = GatedBackwardPass(problem, inputs, do, gradients, dht, dh0, summaries=summaries, starts=starts)
+    tiles, partial_du = LAUNCH_OF_WAY[cut.way](draft, backward, cut)
     if bonus is not None:
         gradients = (*gradients, draft.empty(bonus.shape, bonus.dtype))
         sum_arrays(draft, partial_du, gradients[-1])
@@ -98,6 +94,10 @@ class GatedBackwardPass:
     dh0: Array | None  # the memory for the gradient of the initial state
     adds: bool = False  # whether kernels add to dq, dk and dg, which then hold the terms of other tiles' columns
     adds_dv: bool = False  # whether kernels add to dv, which then holds the terms of other tiles' channels
+    # Of Hopper's own kernels: the summaries of segments that the plan of `HopperBackward.summary_plan` has saved; the
+    # states at the starts of equal segments, if they are known
+    summaries: tuple[Array, ...] = ()
+    starts: Array | None = None
 
     @property
     def read(self) -> dict[str, Array]:
@@ -226,15 +226,13 @@ def scan_both_ways(draft, problem, states, decays, P, only_backwards=False, colu
 
 
 # -- on Hopper ---------------------------------------------------------------------------------------------------------
-def launch_hopper(draft, backward, cut, summaries=(), starts=None):
+def launch_hopper(draft, backward, cut):
     """Launches Hopper's two kernels; returns (their tile sizes, du of each segment or None).
 
     The first kernel writes its terms of dg to `query_share` and stores states in `checkpoints`; the second reads both.
-
-    summaries : those that the plan of `HopperBackward.summary_plan` has saved
-    starts : the states at the starts of the segments, if they are known; the segments then have equal lengths
     """
     problem, read, (dq, dk, dv, dg) = backward.problem, backward.read, backward.gradients
+    summaries, starts = backward.summaries, backward.starts
     B, N, H, T, K, V = problem.shape("B N H T K V")
     # The second kernel reads a chunk of query_share before it writes dg there, so they share memory; not if it adds to
     # the terms of other tiles that dg then holds
@@ -367,5 +365,11 @@ class HopperBackward:
         return states, decays
 
 
-# Of every way but HOPPER, which takes summaries, and COPIED
-LAUNCH_OF_WAY = {TILED: launch_tile_by_tile, SMALL: launch_small, SHORT: launch_short, PORTABLE: launch_portable}
+# Of every way but COPIED
+LAUNCH_OF_WAY = {
+    HOPPER: launch_hopper,
+    TILED: launch_tile_by_tile,
+    SMALL: launch_small,
+    SHORT: launch_short,
+    PORTABLE: launch_portable,
+}

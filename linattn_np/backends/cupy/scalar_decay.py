@@ -390,11 +390,11 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, summaries=(), wants_dg=Tru
     inputs = *(gla_draft.mapped(gla[name], name) for name in "qkv"), gla["g"]
     do, dht = gla_draft.cotangents(gla, do, dht)
     gradients, dh0 = (*map(gla_draft.like, inputs[:3]), None), gla_draft.gradient_of_state(gla)
-    backward = gated_backward.GatedBackwardPass(gla, inputs, do, gradients, dht, dh0)
+    backward = gated_backward.GatedBackwardPass(gla, inputs, do, gradients, dht, dh0, summaries=summaries)
     if cut.way == TILED:
         dg, tiles = launch_sums_tile_by_tile(gla_draft, backward, device)
     else:
-        dg, tiles = launch_gradient_sums(gla_draft, backward, cut, summaries)
+        dg, tiles = launch_gradient_sums(gla_draft, backward, cut)
     return gla_draft.plan(((*gradients[:3], dg), gla_draft.stored_gradient(gla, dh0)), tiles=tiles)
 
 
@@ -418,7 +418,7 @@ def launch_sums_tile_by_tile(draft, backward, device):
     return dg, sizes[0] | {"tiles": len(tiles)}
 
 
-def launch_gradient_sums(draft, backward, cut, summaries=(), dg=None):
+def launch_gradient_sums(draft, backward, cut, dg=None):
     """Launches `WeightedSums` for dq, dk and dv. Returns (the gate's gradient, or None if tokens share the gate; the
     tile sizes of the kernels).
 
@@ -426,10 +426,9 @@ def launch_gradient_sums(draft, backward, cut, summaries=(), dg=None):
     gradient is wanted there are two launches, and the second computes it from arrays that the first writes (see
     `arrays_for_gate`).
 
-    summaries : those that the plan of `HopperBackward.summary_plan` has saved
-    dg : the array for the gate's gradient, if this pass is that of one tile of the state; else it is made here
+    `dg`: the array for the gate's gradient, if this pass is that of one tile of the state; else it is made here.
     """
-    gla, read, written = backward.problem, backward.read, backward.written
+    gla, read, written, summaries = backward.problem, backward.read, backward.written, backward.summaries
     (K, V), computes_dg = gla.shape("K V"), cut.kernels[0].gives_gate
     hopper = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, empty_ends=bool(summaries))
     read["do_"] = draft.mapped(backward.do, "do")

@@ -195,44 +195,45 @@ def plan_vjp(problem, device, do, dht, saved=()):
         return aligned_copies.plan_on_copies(problem, lambda copies, *given: plan_vjp(copies, device, *given), do, dht)
     draft = Draft()
     arrays, (do, dht) = operands(draft, problem), draft.cotangents(problem, do, dht)
-    dh0 = draft.gradient_of_state(problem)
-    tile = 0 if problem.dtype == FLOAT32 else GatedBackwardChannels.TILE  # see `takes_short_backward`
-    fits = max(problem.shape("K V")) <= GatedShortBackward.MOST_GATED  # what the kernel's shared memory holds
-    small, read = segments.are_small(problem, device), problem.replace(arrays=dict(zip(problem.arrays, arrays)))
-    if small or fits and segments.takes_short_backward(problem, tile):
-        gradients = tuple(map(draft.like, arrays))
-        backward = gated_backward.GatedBackwardPass(read, arrays, do, gradients, dht, dh0)
-        if small:
-            cut, launch = segments.small_backward_cut(read, device), gated_backward.launch_small
-        else:
-            kernel = GatedShortBackward("AfterWrite", problem.dtype, arrays[3].dtype, gates_columns=True)
-            cut, launch = BackwardCut(SHORT, device, kernels=(kernel,)), gated_backward.launch_short
-        tiles, _ = launch(draft, backward, cut)
-    else:
-        kernel = GatedBackwardChannels("AfterWrite", problem.dtype, arrays[3].dtype, segments.tf32_products(problem))
-        states = {"initial": draft.initial(problem), "dht": dht, "dh0": dh0}
-        gradients, tiles = launch_gradients(draft, problem, kernel, arrays, do, states), kernel.tiles
+    gradients, dh0 = tuple(map(draft.like, arrays)), draft.gradient_of_state(problem)
+    read = problem.replace(arrays=dict(zip(problem.arrays, arrays)))
+    cut = backward_cut(read, device)
+    backward = gated_backward.GatedBackwardPass(read, arrays, do, gradients, dht, dh0)
+    launch = launch_gradients if cut.way == PORTABLE else gated_backward.LAUNCH_OF_WAY[cut.way]
+    tiles, _ = launch(draft, backward, cut)
     results = tuple(draft.cast(dx, x.dtype) for dx, x in zip(gradients, problem.arrays.values(), strict=True))
     return draft.plan((results, draft.stored_gradient(problem, dh0)), tiles=tiles)
 
 
-def launch_gradients(draft, problem, kernel, arrays, do, states):
+def backward_cut(problem, device) -> BackwardCut:
+    """How the pullback is computed, if no rows are copied. Both gates have one dtype."""
+    if segments.are_small(problem, device):
+        return segments.small_backward_cut(problem, device)
+    instance = "AfterWrite", problem.dtype, segments.gate_dtype(problem)
+    tile = 0 if problem.dtype == FLOAT32 else GatedBackwardChannels.TILE  # see `takes_short_backward`
+    fits = max(problem.shape("K V")) <= GatedShortBackward.MOST_GATED  # what the kernel's shared memory holds
+    if fits and segments.takes_short_backward(problem, tile):
+        return BackwardCut(SHORT, device, kernels=(GatedShortBackward(*instance, gates_columns=True),))
+    kernel = GatedBackwardChannels(*instance, segments.tf32_products(problem))
+    return BackwardCut(PORTABLE, device, kernels=(kernel,))
+
+
+def launch_gradients(draft, backward, cut):
     """Launches, for some heads at a time, both sides' scores, the states between chunks, and both sides' gradients.
-
-    arrays : q, k, v, g, gv
-    states : {"initial", "dht", "dh0"}, arguments of the kernel of states
-
-    Returns (dq, dk, dv, dg, dgv).
-    """
-    (q, k, v, g, gv), (B, N, H, K, V) = arrays, problem.shape("B N H K V")
+    Returns what the functions in `gated_backward.LAUNCH_OF_WAY` return."""
+    (kernel,), problem, do, (q, k, v, g, gv) = cut.kernels, backward.problem, backward.do, backward.inputs
+    B, N, H, K, V = problem.shape("B N H K V")
     tiles = ceil_div(K, kernel.TILE) * ceil_div(V, kernel.TILE)
     elements_per_head = 2 * B * draft.shape(problem, None, kernel.CHUNK).NC * tiles * kernel.TILE**2
-    input_bytes = sum(x.nbytes for x in arrays)
+    input_bytes = sum(x.nbytes for x in backward.inputs)
     heads = gated_backward.heads_at_once(H, elements_per_head * kernel.stored.itemsize, input_bytes)
     chunk_states = draft.empty((max(1, heads * elements_per_head),), kernel.stored)
+    states = {"initial": draft.initial(problem), "dht": backward.dht, "dh0": backward.dh0, "chunk_states": chunk_states}
     between_chunks = ValueGateBackwardStates(kernel.dtype, kernel.gate, kernel.products)
-    keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g})
-    values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, transposed=True)
+    dq, dk, dv, dg, dgv = backward.gradients
+    keys = ValueGateSide(draft, problem, kernel, heads, {"q": q, "k": k, "g": g}, {"dq": dq, "dk": dk, "dg": dg})
+    written = {"dq": None, "dk": dv, "dg": dgv}
+    values = ValueGateSide(draft, problem, kernel, heads, {"q": do, "k": v, "g": gv}, written, transposed=True)
     for first in range(0, H, heads):
         group = {"first": first, "heads": min(heads, H - first)}
         blocks = B * keys.shape.NC * group["heads"]
@@ -242,27 +243,26 @@ def launch_gradients(draft, problem, kernel, arrays, do, states):
         read |= {"channel_decays": keys.scores["decays"], "column_decays": values.scores["decays"]}
         read |= {"channel_growth": keys.growth, "column_growth": values.growth}
         read |= {"given_q": q, "given_k": k, "given_v": v, "given_do": do, "g": g, "gv": gv}
-        state_blocks, common = 2 * N * group["heads"] * tiles, {"shape": keys.shape, "scale": problem.scale} | group
-        draft.launch(between_chunks, state_blocks, **read, **states, chunk_states=chunk_states, **common)
+        common = {"shape": keys.shape, "scale": problem.scale} | group
+        draft.launch(between_chunks, 2 * N * group["heads"] * tiles, **read, **states, **common)
         keys.launch_gradients(blocks, values, chunk_states=chunk_states, **group)
         values.launch_gradients(blocks, keys, chunk_states=chunk_states, **group)
-    return keys.written["dq"], keys.written["dk"], values.written["dk"], keys.written["dg"], values.written["dg"]
+    return kernel.tiles, None
 
 
 class ValueGateSide:
     """The arrays and launches of one side: the keys' side, or, if `transposed`, the values' side.
 
     read : {"q", "k", "g"}: the arrays that the kernels read in these places
-    written : {"dq", "dk", "dg"}: their gradients; dq is None on the values' side, where do is in the place of q
+    written : {"dq", "dk", "dg"}: memory for their gradients; dq is None on the values' side, where do is in q's place
     starts, ends, scores, growth : what `ValueGateBackwardScores` writes for the other kernels
     """
 
-    def __init__(self, draft, problem, kernel, heads, read, transposed=False):
-        self.draft, self.read = draft, read
+    def __init__(self, draft, problem, kernel, heads, read, written, transposed=False):
+        self.draft, self.read, self.written = draft, read, written
         B, T, K, V = problem.shape("B T K V")
         self.K, self.V = (V, K) if transposed else (K, V)
         self.shape = draft.shape(problem, None, kernel.CHUNK, K=self.K, V=self.V)
-        self.written = {f"d{name}": None if transposed and name == "q" else draft.like(x) for name, x in read.items()}
         stored, chunks, width = kernel.stored, (B, heads, self.shape.NC), ceil_div(self.K, 8) * 8
         self.starts, self.ends = (draft.empty((B, heads, T, width), stored) for _ in range(2))
         scores, diagonal = draft.empty((*chunks, 64, 64), stored), draft.empty((*chunks, 64), FLOAT32)
