@@ -45,6 +45,7 @@ from .delta_segments import (
     are_few_tokens,
     chunk_kernels,
     gate_dtype,
+    instance_of,
     launch_by_token,
     rows_of,
     rule_of,
@@ -157,11 +158,6 @@ class Inputs:
         x, last = self.problem[name], self.problem.op.arrays[name].split()[-1]
         return self.draft.in_rows(x, name) if last in "KV" else x[..., None]
 
-    @property
-    def instance(self) -> tuple:
-        """The first template arguments of a kernel: rule, dtype of data, dtype of gates."""
-        return self.rule, self.problem.dtype, self.gate
-
     def common_bytes(self, *more) -> int:
         """The most bytes that kernels may copy at a time of all rows, also of those of `more`."""
         copied = [x for name, x in self.arrays.items() if name != "beta" and (name != "g" or self.rule != GATED_DELTA)]
@@ -201,7 +197,7 @@ class TokenByToken(Way):
     def plan(self):
         problem, draft = self.problem, Draft()
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
-        cut = CutByToken(problem, self.device, inputs.instance, problem.sizes["H"])
+        cut = CutByToken(problem, self.device, problem.sizes["H"])
         read = inputs.arrays | inputs.common_args(cut.shape(draft)) | {"initial": draft.initial(problem)}
         launch_by_token(draft, cut.forward, read | cut.launch_starts(draft, read), o=o, final=final)
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=cut.forward.tiles | cut.tiles)
@@ -483,11 +479,11 @@ class GradientsByToken(Gradients):
     def kernel(self):
         """That with the most tokens at a time; but two blocks share a multiprocessor if there are more than these."""
         (N, H, K, V), device = self.problem.shape("N H K V"), self.device
-        kernel = DeltaRecurrentBackward.fitting(*self.inputs.instance, K, device.shared_per_block)
+        instance = instance_of(self.problem)
+        kernel = DeltaRecurrentBackward.fitting(*instance, K, device.shared_per_block)
         if N * H * ceil_div(V, kernel.BV) <= device.multiprocessors:
             return kernel
-        shared_bytes = min(device.shared_per_block, SHARING)
-        return DeltaRecurrentBackward.fitting(*self.inputs.instance, K, shared_bytes)
+        return DeltaRecurrentBackward.fitting(*instance, K, min(device.shared_per_block, SHARING))
 
     def bytes_between_kernels(self):
         return self.kernel.bytes_between_kernels(self.problem, self.inputs.group, self.device.multiprocessors)
@@ -497,7 +493,7 @@ class GradientsByToken(Gradients):
         draft, problem, inputs, kernel = self.draft, self.problem, self.inputs, self.kernel
         arrays, (states, do, dv) = inputs.of_heads(first, heads), self.of_heads(first, heads)
         B, T, K, V = problem.shape("B T K V")
-        cut = CutByToken(problem, self.device, inputs.instance, heads, kernel)
+        cut = CutByToken(problem, self.device, heads, kernel)
         self.tiles, shape = kernel.tiles | cut.tiles, cut.shape(draft)
         of_block = kernel.tiles_of_block(problem, self.device.multiprocessors)
         tiles, real = ceil_div(V, kernel.BV * of_block), problem.compute_dtype

@@ -137,7 +137,7 @@ class ScalarCut(SegmentCut):
 
     def __init__(self, problem, device):
         self.problem, self.device = problem, device
-        self.chunks = ceil_div(int(problem.spans.lengths.max(initial=0)), DeltaScalarForwardSm90.CHUNK)
+        self.chunks = ceil_div(problem.spans.longest, DeltaScalarForwardSm90.CHUNK)
         self.segments = min((1, *range(2, min(self.chunks // 4, 64) + 1)), key=self.time)
 
     @property

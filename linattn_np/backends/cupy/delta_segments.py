@@ -73,6 +73,11 @@ def gate_dtype(problem):
     return dtypes.pop() if len(dtypes) == 1 else FLOAT32
 
 
+def instance_of(problem) -> tuple:
+    """The first template arguments of the kernels token by token: rule, dtype of data, dtype of gates."""
+    return rule_of(problem.op), problem.dtype, gate_dtype(problem)
+
+
 def rows_of(problem) -> list:
     """The arrays of a call with a row of channels or columns for each token."""
     return [x for name, x in problem.arrays.items() if problem.op.arrays[name].split()[-1] in "KV"]
@@ -108,7 +113,7 @@ class CutInChunks(SegmentCut):
         self.problem, self.device, self.gradient = problem, device, gradient
         self.prepare, self.walk = chunk_kernels(problem, device, gradient)  # of `walk`, `time` needs no field
         self.directions = 1 if kept else self.walk.directions  # of the walks of a launch
-        self.chunks = ceil_div(int(problem.spans.lengths.max(initial=0)), self.walk.CHUNK)
+        self.chunks = ceil_div(problem.spans.longest, self.walk.CHUNK)
         self.segments = min((1, *range(3, min(self.chunks // 4, 64) + 1)), key=self.time)
         self.walk = chunk_kernels(problem, device, gradient, self.segments)[1]
 
@@ -212,7 +217,6 @@ def join_time(segments, K) -> float:
 class CutByToken(SegmentCut):
     """How walks token by token over some heads of a call are cut.
 
-    instance : the first template arguments of kernels: Rule, the dtype of data, that of gates
     heads : how many heads are computed at a time
     backward : the kernel of gradients, or None for a forward pass
 
@@ -229,23 +233,22 @@ class CutByToken(SegmentCut):
     MOST = 128  # segments
     WORTH = 0.7  # sequences are cut if that takes less than this part of the time
 
-    def __init__(self, problem, device, instance, heads, backward=None):
-        self.problem, self.device, self.instance, self.backward = problem, device, instance, backward
-        self.heads = heads
-        self.all_heads, self.longest = problem.sizes["N"] * heads, int(problem.spans.lengths.max(initial=0))
-        shortest = max(self.SHORTEST, problem.sizes["K"])
-        most = 1 if problem.mode == "recurrent" else min(self.longest // shortest, self.MOST)
+    def __init__(self, problem, device, heads, backward=None):
+        self.problem, self.device, self.heads, self.backward = problem, device, heads, backward
+        self.all_heads, shortest = problem.sizes["N"] * heads, max(self.SHORTEST, problem.sizes["K"])
+        most = 1 if problem.mode == "recurrent" else min(problem.spans.longest // shortest, self.MOST)
         self.segments = min((1, *range(3, most + 1)), key=self.time)
         self.forward = self.forward_kernel(self.segments)
 
     def forward_kernel(self, segments):
         """The forward walk for so many segments."""
         (K, V), heads = self.problem.shape("K V"), self.all_heads * segments
-        return DeltaRecurrentForward.fitting(*self.instance, K, V, heads, self.device.multiprocessors)
+        return DeltaRecurrentForward.fitting(*instance_of(self.problem), K, V, heads, self.device.multiprocessors)
 
     def time(self, segments) -> float:
         """An estimate for all walks of so many segments; for whole sequences WORTH times the estimate."""
-        (K, V), P, forward = self.problem.shape("K V"), segments, self.forward_kernel(segments)
+        (K, V), longest = self.problem.shape("K V"), self.problem.spans.longest
+        P, forward = segments, self.forward_kernel(segments)
 
         def token_time(times, tiles):
             alone, one_of_many = times
@@ -257,11 +260,11 @@ class CutByToken(SegmentCut):
         if self.backward:
             of_token += token_time(self.BACKWARD_TIMES, P * backward_tiles)
         if P == 1:
-            return self.longest * of_token * self.WORTH
+            return longest * of_token * self.WORTH
         of_token += token_time(self.FORWARD_TIMES[forward.columns], (P - 1) * tiles_of_V + (P - 2) * tiles_of_F)
         if self.backward:
             of_token += token_time(self.SUMMARY_TIMES, (P - 1) * backward_tiles)
-        return ceil_div(self.longest, P) * of_token + join_time(P, K) + self.LAUNCHES_TIME
+        return ceil_div(longest, P) * of_token + join_time(P, K) + self.LAUNCHES_TIME
 
     def shape(self, draft):
         tokens = self.backward and self.backward.TOKENS  # between stored states
@@ -298,8 +301,7 @@ class CutOfSmallHeads(SegmentCut):
     def __init__(self, problem, device, gradient=False):
         self.problem, self.device, self.gradient = problem, device, gradient
         D = SMALL_SIZES[max(problem.shape("K V")) > SMALL_SIZES[0]]
-        instance = rule_of(problem.op), problem.dtype, gate_dtype(problem), D
-        self.forward, self.backward = DeltaSmallForward(*instance), DeltaSmallBackward(*instance)
+        self.forward, self.backward = (cls(*instance_of(problem), D) for cls in (DeltaSmallForward, DeltaSmallBackward))
         self.kernel = self.backward if gradient else self.forward
         self.in_words = common_bytes(*rows_of(problem)) in (4, 8)
         most = 1 if problem.mode == "recurrent" else min(problem.spans.longest // self.SHORTEST, self.MOST)

@@ -270,7 +270,7 @@ def prepare_options(options):
 def function_with_shared_memory(kernel, smem: int, device: int):
     """CuPy's function that launches `kernel`, allowed to use `smem` bytes of shared memory, on the current `device`."""
     function = load(kernel, device)
-    if smem > SHARED_BY_DEFAULT and function.max_dynamic_shared_size_bytes < smem:
+    if smem > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):  # never less than other launches need
         function.max_dynamic_shared_size_bytes = smem
     return function.kernel
 
@@ -352,13 +352,11 @@ def attributes(*ids):
 @cache
 def driver_function(kernel, smem, device):
     """The driver's handle of `kernel`, allowed to use `smem` bytes of shared memory, on the current `device`."""
-    function = load(kernel, device)
-    if smem > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):  # never less than other launches need
-        function.max_dynamic_shared_size_bytes = smem
+    function = function_with_shared_memory(kernel, smem, device)
     # The percentage of on-chip memory that is shared memory. It is the same for all kernels, because a multiprocessor
     # changes it only while no block runs there.
-    function.preferred_shared_memory_carveout = 100
-    return ctypes.c_void_p(function.kernel.ptr)
+    load(kernel, device).preferred_shared_memory_carveout = 100
+    return ctypes.c_void_p(function.ptr)
 
 
 class OverlappedDevice(CupyDevice):

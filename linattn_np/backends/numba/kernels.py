@@ -11,18 +11,20 @@ among all, and within its batch row, which has S; k0, v0, t0, j0: the first chan
 import math
 from functools import cache
 
+from ...contract import SUB_CHUNK
 from .runtime import THREADS, cuda
 
-# The kernels take for granted that THREADS, ROWS and 2 INNER are equal, and so are SUB and COLS: some give each thread
-# a row of a tile, or a channel to half of the threads.
 COLS = 16  # columns of V in a tile
 GROUPS = THREADS // COLS  # threads that compute the same column of a tile, each for its own rows
 ROWS = 64  # rows of a tile of the state or of the output
 ROWS_EACH = ROWS // GROUPS  # rows of a tile that one thread keeps in registers
 INNER = 32  # terms of a product's sums whose operands are in shared memory at a time
-SUB = 16  # tokens of a sub-chunk, contract.SUB_CHUNK
+SUB = SUB_CHUNK  # tokens of a sub-chunk
 SUB_EACH = SUB // GROUPS  # tokens of a sub-chunk that one thread keeps in registers
 PADDED = INNER + 1  # the length of a tile's rows in shared memory: they then start in different banks
+# What kernels take for granted: a thread for each row of a tile, or two for each channel of INNER; and that a thread's
+# number within a column's group is that of a column of V, or of a key of a sub-chunk.
+assert THREADS == ROWS == 2 * INNER and SUB == COLS
 
 
 @cuda.jit(device=True, inline="always")
