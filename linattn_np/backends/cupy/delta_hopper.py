@@ -42,6 +42,7 @@ class DeltaScalarForwardSm90(HopperKernel):
     )
     shared_memory = ("Shared<{dtype}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
+    constants = (("CHUNK", "CHUNK"),)
     dtype: np.dtype
     BK: int
     BV: int

@@ -476,6 +476,7 @@ class DeltaJoinSegments(Kernel):
     dtype: np.dtype  # of states
     BK: int
     BV: ClassVar[int] = 16
+    constants = (("BV", "BV"),)
 
     @property
     def threads(self):

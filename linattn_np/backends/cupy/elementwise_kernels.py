@@ -31,6 +31,7 @@ class FeatureMap(Kernel):
     arguments = members("strided x y, int64s B H T_ C step vectors")
     threads = 256
     PIECE: ClassVar[int] = 8
+    constants = (("PIECE", "PIECE"),)
     phi: str
     dtype: np.dtype  # of x
     result: np.dtype  # of y

@@ -167,6 +167,7 @@ class Recurrent(GatedKernel, TiledKernel):
     shared_memory = ("Shared<{BK}>",)
     threads = 128
     BV: ClassVar[int] = 32  # columns of V in a block, one per lane of a warp
+    constants = (("BV", "BV"), ("THREADS", "threads"))
     BK: int
     gates_columns: bool = False
 
@@ -176,6 +177,7 @@ class GatedBackward(GatedKernel):
 
     CHUNK: ClassVar[int] = 64
     TILE: ClassVar[int] = 64  # channels and columns of a tile of the states that one kernel stores for the others
+    constants = (("CHUNK", "CHUNK"), ("TILE", "TILE"))
     threads = 128
     products: int
 

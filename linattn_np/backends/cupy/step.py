@@ -44,6 +44,7 @@ class RecurrentStep(GatedKernel):
     )
     shared_memory = ("Wider<{dtype}, {state}>[WARPS<{state}>][BV]",)
     BV: ClassVar[int] = 64  # columns of the state per block
+    constants = (("BV", "BV"),)
     state: np.dtype
 
     @property
