@@ -33,6 +33,7 @@ from linattn_np import ContractError, NotSupported
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.device import CupyDevice
+from linattn_np.backends.cupy.execute import OneAllocation
 from linattn_np.backends.cupy.rwkv7_model_kernels import TimeMixOfHeads
 from linattn_np.models import RWKV6, RWKV7, Batch, Sampling, State, austen, checkpoint
 from linattn_np.models.rwkv import cuda_decoder, cuda_prompts
@@ -326,15 +327,11 @@ def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, kind, rn
     weights, lengths = random_weights(kind, rng), [4, 5]
     model, reference = on_cuda(weights), kind(weights)
     device = type(model.layers.decoder.device)
-    memory, captured, graphs, allocated = {}, device.captured, [], cuda_prompts.in_one_allocation
+    memory, captured, graphs, allocated = {}, device.captured, [], OneAllocation.allocated
     monkeypatch.setattr(
         device, "captured", lambda self, launches: graphs.append(len(launches)) or captured(self, launches)
     )
-    monkeypatch.setattr(
-        cuda_prompts,
-        "in_one_allocation",
-        lambda buffers, device: memory.setdefault(len(buffers), allocated(buffers, device)),
-    )
+    monkeypatch.setattr(OneAllocation, "allocated", lambda self: memory.setdefault(self, allocated(self)))
     wanted_state = begun(reference, 2, rng)
     state = model.on_device(wanted_state.copy())
     for n in range(4):

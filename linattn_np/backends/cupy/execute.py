@@ -179,15 +179,25 @@ class CompiledPlan:
         return lambda arrays: view(arrays[index], tree.shape, tree.strides, tree.dtype, tree.offset)
 
 
-def in_one_allocation(buffers, device) -> list:
-    """Allocates all buffers at once; returns them as arrays. A single allocation gets an address that was used before
+class OneAllocation:
+    """Groups of buffers, by name, that are allocated at once. A single allocation gets an address that was used before
     more often than many allocations do, and then stored launches can be used again."""
-    offsets = np.cumsum([0, *(padded(buffer.nbytes, BUFFER_ALIGNMENT) for buffer in buffers)]).tolist()
-    memory = device.empty((offsets[-1],), np.uint8)
-    return [
-        device.view(memory, buffer.shape, buffer.strides, buffer.dtype, offset)
-        for buffer, offset in zip(buffers, offsets)
-    ]
+
+    def __init__(self, device, **groups):
+        self.device, self.nbytes, self.places = device, 0, {}  # places: of each group's arrays in the allocation
+        for name, buffers in groups.items():
+            self.places[name] = []
+            for buffer in buffers:
+                self.places[name].append((buffer.shape, buffer.strides, buffer.dtype, self.nbytes))
+                self.nbytes += padded(buffer.nbytes, BUFFER_ALIGNMENT)
+
+    def allocated(self):
+        """The memory of all groups."""
+        return self.device.empty((self.nbytes,), np.uint8)
+
+    def arrays(self, group, memory) -> list:
+        """The buffers of a group, as arrays in `memory`."""
+        return [self.device.view(memory, *place) for place in self.places[group]]
 
 
 def allocator(buffer: Buffer, device):

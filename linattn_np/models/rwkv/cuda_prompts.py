@@ -17,7 +17,7 @@ import numpy as np
 
 from ...backends.cupy import rwkv6_model_kernels as kernels
 from ...backends.cupy.arithmetic import ceil_div
-from ...backends.cupy.execute import CompiledPlan, describe_parts, in_one_allocation
+from ...backends.cupy.execute import CompiledPlan, OneAllocation, describe_parts
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.model_products import SquaredProduct
 from ...backends.cupy.plan import Array, Buffer, Draft, Plan, caller_array
@@ -55,30 +55,37 @@ class Prompts:
         add_head = self.add_last_norm if hidden else self.add_head
         self.head_plan = self.compiled(add_head, {"x": self.x, "result": result, **model_weights})
         self.layer_plan = self.compiled(self.add_layer, {"x": self.x, **layer_arrays, **vars(decoder.layers[0])})
+        states = [buffer((len(decoder.layers), *shape)) for shape in self.state.values()]
+        self.memory = OneAllocation(
+            self.device,
+            x=[buffer(self.x.shape)],
+            before=states[: len(STATE)],
+            after=states[len(STATE) :],
+            carried=[buffer(*array) for array in self.carried.values()],
+            buffers=self.layer_plan.plan.buffers,
+        )
         # of each address of the layers' memory: the launches of all layers, or a function that launches their graph
         self.launches: dict[int, list] = {}
         self.graphs: dict[int, Callable] = {}
 
     def __call__(self, tokens, state: State, slots):
         """The result for `tokens` [T], integers on the host. The rows `slots` (None: all) of `state` are updated."""
-        decoder, device, L = self.decoder, self.device, len(self.decoder.layers)
+        decoder, device = self.decoder, self.device
         slots = None if slots is None else device.upload(slots)
-        layer_arrays = [buffer(self.x.shape), *(buffer((L, *shape)) for shape in self.state.values())]
-        other_buffers = [*(buffer(*array) for array in self.carried.values()), *self.layer_plan.plan.buffers]
-        memory = in_one_allocation([*layer_arrays, *other_buffers], device)
-        (x, *states), buffers = memory[: len(layer_arrays)], memory[len(layer_arrays) :]
-        before, after = states[: len(STATE)], states[len(STATE) :]
-
+        memory = self.memory.allocated()
+        (x,) = self.memory.arrays("x", memory)
         # The embedding takes longer than other calls before the layers, which the host enqueues meanwhile.
         self.embedding_plan([device.upload(tokens), x, *vars(decoder.model_weights).values()])
+        before = self.memory.arrays("before", memory)
         for array, copy in zip(state.arrays, before):
             if array.dtype == FLOAT32:
                 device.copy(rows_of(array, slots), copy)
             else:
                 copy[...] = rows_of(array, slots)
-        self.run_layers(x, states, buffers)
+        self.run_layers(memory, x, before)
         result = device.empty(self.result_shape, FLOAT32)
         self.head_plan([x, result, *vars(decoder.model_weights).values()])
+        after = self.memory.arrays("after", memory)
         for array, new_rows in zip(state.arrays, after):
             if slots is None and array.flags.c_contiguous and array.dtype == FLOAT32:
                 device.copy(new_rows, array)
@@ -86,20 +93,22 @@ class Prompts:
                 array[:, slice(None) if slots is None else slots] = new_rows
         return result
 
-    def run_layers(self, x, states, buffers):
-        """Runs all layers on x, the states and the buffers, which are views of one allocation: `carried`, then those of
-        `layer_plan`. Stored launches contain its address, but do not keep it allocated."""
-        address = self.device.pointer(x)
+    def run_layers(self, memory, x, before):
+        """Runs all layers on x and the states before them, arrays in `memory`. Stored launches contain its address, but
+        do not keep it allocated."""
+        address = self.device.pointer(memory)
         if address in self.launches:
             self.graphs[address] = self.device.captured(self.launches.pop(address))
         if address in self.graphs:
             self.graphs[address](None)  # None in place of arrays, which only copies and fills would read
             return
-        all_launches, count = [], len(self.carried)
+        states = [*before, *self.memory.arrays("after", memory)]
+        carried, buffers = (self.memory.arrays(group, memory) for group in ("carried", "buffers"))
+        all_launches = []
         # A layer's launches are enqueued at once: the device computes the layer while the next one's launches are made.
         for i, layer in enumerate(self.decoder.layers):
             # in the order in which `layer_plan` was given its arrays; its buffers follow
-            arrays = [x, *(array[i] for array in states), *buffers[:count], *vars(layer).values(), *buffers[count:]]
+            arrays = [x, *(array[i] for array in states), *carried, *vars(layer).values(), *buffers]
             layer_launches = self.layer_plan.commands(arrays)
             for launch in layer_launches:
                 launch(None)
