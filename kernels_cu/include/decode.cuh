@@ -65,10 +65,11 @@ __device__ __forceinline__ float4 pairs_of_two_lanes(const float2& lower, const 
   return odd ? float4{other.x, other.y, upper.x, upper.y} : float4{lower.x, lower.y, other.x, other.y};
 }
 
-// Four columns of one channel of RWKV-6's state: returns them after a token, decay old + k v, and adds the channel's
-// terms r (old + k u v) to the token's o in these columns. old: before the token; ku: k times the bonus u.
-__device__ __forceinline__ float4 step_channel(float4& o, float4 old, float4 v, float k, float r, float decay,
-                                               float ku) {
+// Reads and steps four columns of one channel of RWKV-6's state: adds the channel's terms r (old + k u v) to the
+// token's o in these columns, and returns the columns after the token, decay old + k v. old: those before; ku: k times
+// the bonus.
+__device__ __forceinline__ float4 read_and_step(float4& o, float4 old, float4 v, float k, float r, float decay,
+                                                float ku) {
   o = {fmaf(r, fmaf(ku, v.x, old.x), o.x), fmaf(r, fmaf(ku, v.y, old.y), o.y), fmaf(r, fmaf(ku, v.z, old.z), o.z),
        fmaf(r, fmaf(ku, v.w, old.w), o.w)};
   return {fmaf(decay, old.x, k * v.x), fmaf(decay, old.y, k * v.y), fmaf(decay, old.z, k * v.z),

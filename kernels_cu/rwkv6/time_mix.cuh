@@ -9,7 +9,7 @@
 #include "decode.cuh"
 
 // From the includes:
-//   step_channel: a channel's new state, and its terms of o
+//   read_and_step: adds a channel's terms to o, and returns its new state
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, MAX_N = 256, MAX_W = 512;
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ void step_state(TimeMixScratch& s, const StatePart& p
   const float4 v = load4(s.v + column);
   float4 o = {};
   const auto row = [&](int c, float4 old) {
-    store4(state + c * N + column, step_channel(o, old, v, s.k[c], s.r[c], s.decay[c], s.k[c] * s.u[c]));
+    store4(state + c * N + column, read_and_step(o, old, v, s.k[c], s.r[c], s.decay[c], s.k[c] * s.u[c]));
   };
 #pragma unroll
   for (int n = 0; n < ROWS_HELD; ++n)

@@ -1,29 +1,27 @@
 // what      The time mix of one token of many sequences: decay, state, group norm, gate; each state is read and written
 //           once, and its first part is loaded before the previous kernel has ended.
-// math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
-//           y = GroupNorm_H(o) silu(gate)
-// shapes    k v r gate [B, H, N], each the sum of P parts. The parts of one array are 4 B H N numbers apart: a part has
-//           all four arrays. low [P, B, W], of rank W, is such a sum, too; y [TERMS, B, H, N], up [W, H, N], decay u
-//           (the bonus) weight bias [H, N], state [pool, H, N, N], slots [B] (a sequence's state in the pool) or null:
-//           state b; N = 64
+// math      w = exp(-exp(decay_base + tanh(decay_low) decay_up));  o = r^T (S + diag(bonus) k v^T)
+//           S = diag(w) S + k v^T;  y = GroupNorm_H(o) silu(gate)
+// shapes    time_mix_arguments.cuh, with N = 64. The P parts of k, v, r or gate are 4 B H N numbers apart: a part has
+//           all four arrays
 // grid      a block for every (head, SEQUENCES), heads slowest; a warp a sequence: a lane has four columns of the
 //           state and every second channel
-// smem      Shared, then tanh(low) of each warp, then `up` of a head
-// barriers  one: `up` is in shared memory
+// smem      Shared, then tanh(decay_low) of each warp, then decay_up of a head
+// barriers  one: decay_up is in shared memory
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
-// limits    N = 64; SEQUENCES of 2, 4, 8 and W even, so that `up` starts on 16 bytes in shared memory; P = 1, or up to
-//           2 if SEQUENCES is less than 8. States are read before the previous kernel has ended. So between this launch
-//           and the one that last wrote them there must be another launch that waits for its predecessor
+// limits    N = 64; SEQUENCES of 2, 4, 8 and W even, so that decay_up starts on 16 bytes in shared memory; P = 1, or
+//           up to 2 if SEQUENCES is less than 8. States are read before the previous kernel has ended. So between this
+//           launch and the one that last wrote them there must be another launch that waits for its predecessor
 //           (wait_for_previous) before it calls launch_next
 #include "rwkv6/time_mix_heads.cuh"
 #include "cards.cuh"
 
 // From the includes:
-//   TimeMixArgs<the type of `up`, of y, of states>: the arrays of `shapes`, and eps
+//   TimeMixArgs<the type of decay_up, of y, of states>: the arrays, and eps
 //   QUADS = 16 lanes share a channel, GROUPS = 2 channels at once, ROWS = 32 rows of a lane
-//   step_channel: a channel's new state, and its terms of o
-//   decays_of_channels: of two channels, from tanh(low) and `up`; gated: with weight, bias and silu(gate)
+//   read_and_step: adds a channel's terms to o, and returns its new state
+//   decays_of_channels: of two channels, from tanh(decay_low) and decay_up; gated: with weight, bias and silu(gate)
 //   load2, load4, store4: neighbouring floats; Four, load_four: four neighbouring numbers of a state
 //   store4_terms: four numbers as sums of TERMS terms
 
@@ -66,7 +64,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   constexpr int PIECE = 16 / sizeof(T);
   for (int n = tid; n < W * (N / PIECE); n += THREADS) {
     const int w = n / (N / PIECE), j = n % (N / PIECE) * PIECE;
-    cp_async<16>(s_up + w * N + j, args.up + w * D + head_offset + j);
+    cp_async<16>(s_up + w * N + j, args.decay_up + w * D + head_offset + j);
   }
   cp_async_commit();
   S* const state = b < B ? args.state_of(b, h, N) : nullptr;
@@ -76,8 +74,8 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
 #pragma unroll
     for (int n = 0; n < HELD; ++n) held[n] = load_four(row_address(n));
   const int own_channel = 2 * lane;  // the first of two channels whose decay the lane computes
-  const float2 base_decay = load2(args.decay + head_offset + own_channel);
-  const float2 u = load2(args.u + head_offset + own_channel);
+  const float2 base_decay = load2(args.decay_base + head_offset + own_channel);
+  const float2 u = load2(args.bonus + head_offset + own_channel);
   float4 norm_weight, bias, gate;  // of the lane's columns
   const auto load_norm = [&] {
     norm_weight = load4(args.weight + head_offset + column), bias = load4(args.bias + head_offset + column);
@@ -86,7 +84,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   if (HAS_REGISTERS) load_norm();
   else if (tid == 0) prefetch_l2(args.weight + head_offset, 4 * N), prefetch_l2(args.bias + head_offset, 4 * N);
   cp_async_wait<0>();
-  __syncthreads();      // `up` is in shared memory
+  __syncthreads();      // decay_up is in shared memory
   wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   if (!state) return;
 
@@ -107,9 +105,9 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   if (HAS_REGISTERS) early = load_inputs(), load_gate();
   for (int w = lane; w < W; w += 32) {
     const i64 from = i64(b) * W + w;
-    s_low[w] = tanhf(args.low[from] + (TWO_PARTS && args.P > 1 ? args.low[from + i64(B) * W] : 0.f));
+    s_low[w] = tanhf(args.decay_low[from] + (TWO_PARTS && args.P > 1 ? args.decay_low[from + i64(B) * W] : 0.f));
   }
-  __syncwarp();  // tanh(low) is in shared memory
+  __syncwarp();  // tanh(decay_low) is in shared memory
   const Inputs in = HAS_REGISTERS ? early : load_inputs();
   const float2 k = in.k, r = in.r;
   const float4 v = in.v;
@@ -127,7 +125,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
     if (row + HELD < ROWS) held[row % HELD] = load_four(row_address(row + HELD));
     if (row % AT_ONCE == 0) __syncwarp();  // keeps the compiler from loading all rows' channels first
     const float4 c = s.channels[warp][row * GROUPS + group];
-    store4(row_address(row), step_channel(o, old, v, c.x, c.y, c.z, c.w));  // also adds the row's terms to o
+    store4(row_address(row), read_and_step(o, old, v, c.x, c.y, c.z, c.w));
   }
   o = group_norm(o, float(args.eps));
   if (group > 0) return;

@@ -1,15 +1,14 @@
 // what      The time mix of one token: decay, state, group norm, gate; each state is read and written once.
-// math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
-//           y = GroupNorm_H(o) silu(gate)
-// shapes    k v r gate y [B, H, N], low [B, W], up [W, H, N], decay u weight bias [H, N], state [pool, H, N, N],
-//           slots [B] or null
+// math      w = exp(-exp(decay_base + tanh(decay_low) decay_up));  o = r^T (S + diag(bonus) k v^T)
+//           S = diag(w) S + k v^T;  y = GroupNorm_H(o) silu(gate)
+// shapes    time_mix_arguments.cuh, with P = 1
 // grid      a block for every (sequence, head), sequence slowest; 256 threads: four columns of the state and every
 //           (1024 / N)-th channel each
 // smem      TimeMixScratch
 // barriers  six: inputs, groups' sums of the decay, decay, groups' sums of o, and the two sums of the group norm
 // numerics  float32; the state of type S is rounded when it is stored
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
-// limits    N a multiple of 4, up to 256; W up to 512
+// limits    N a multiple of 4, up to MAX_N = 256; W up to MAX_W = 512
 #include "rwkv6/time_mix.cuh"
 #include "rwkv6/time_mix_arguments.cuh"
 #include "cards.cuh"
@@ -39,19 +38,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) rwkv6_time_mix_step(const Tim
     s.k[tid] = args.k[offset + tid];
     s.v[tid] = args.v[offset + tid];
     s.r[tid] = args.r[offset + tid];
-    s.u[tid] = args.u[head_offset + tid];
-    channel = {args.decay[head_offset + tid], silu(args.gate[offset + tid]), args.weight[head_offset + tid],
+    s.u[tid] = args.bonus[head_offset + tid];
+    channel = {args.decay_base[head_offset + tid], silu(args.gate[offset + tid]), args.weight[head_offset + tid],
                args.bias[head_offset + tid]};
   }
   const StatePart part(state, N, tid, HOLDS_ROWS);
-  for (int j = tid; j < W; j += THREADS) s.low[j] = tanhf(args.low[b * W + j]);
+  for (int j = tid; j < W; j += THREADS) s.low[j] = tanhf(args.decay_low[b * W + j]);
   sync();  // the inputs are in shared memory
 
   const int splits = THREADS / N, split = tid / N;
   if (split < splits) {
     float sum = 0.f;
 #pragma unroll 8
-    for (int j = split; j < W; j += splits) sum = fmaf(s.low[j], to_float(args.up[j * D + head_offset + tid % N]), sum);
+    for (int j = split; j < W; j += splits)
+      sum = fmaf(s.low[j], to_float(args.decay_up[j * D + head_offset + tid % N]), sum);
     s.group_sums[split * N + tid % N] = sum;
   }
   // Adds the sums of the decay, steps the state, and calls the function with each y (time_mix.cuh).

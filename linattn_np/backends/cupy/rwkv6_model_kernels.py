@@ -74,12 +74,14 @@ class NormShift(ModelKernel):
         return cls(X, each, parts, terms, mixes)
 
 
-TIME_MIX = members("pointers k v r gate low up decay u weight bias state slots y, int64s B H N W, float64s eps")
+TIME_MIX = members(
+    "pointers k v r gate decay_low decay_up decay_base bonus weight bias state slots y, int64s B H N W, float64s eps"
+)
 
 
 class TimeMixStep(ModelKernel):
     """For a step: decay, state update, group norm and gate. A block computes one head of one sequence. W is the rank of
-    the decay's factors `low` and `up`."""
+    the decay's factors."""
 
     file = "rwkv6/time_mix_step"
     arguments = TIME_MIX
@@ -114,7 +116,7 @@ class TimeMixBatch(ModelKernel):
 
     @classmethod
     def fitting(cls, dtype, state, terms, B, H, N, W, device) -> tuple[TimeMixBatch, int] | None:
-        """(the instance, the bytes of shared memory for `low` and `up`, the decay's factors of rank W); None if the
+        """(the instance, the bytes of shared memory for the decay's factors of rank W); None if the
         kernel cannot compute the step. The instance has the most sequences per block for which almost every
         multiprocessor has a block."""
         kernels = [cls(dtype, state, terms, width) for width in cls.WIDTHS]

@@ -58,7 +58,8 @@ class DecodingStep(cuda_decoder.DecodingStep):
         )
         # the kernel gets the first part of each, and finds the others in the memory after it
         args = dict(zip(("k", "v", "r", "gate"), buffers.kvrg[0])) | ({"P": parts} if batch_kernel else {})
-        args |= {"low": buffers.decay_low, "up": layer.decay_up, "decay": layer.decay, "u": layer.bonus}
+        args |= {"decay_low": buffers.decay_low, "decay_up": layer.decay_up}
+        args |= {"decay_base": layer.decay, "bonus": layer.bonus}
         return self.launch_time_mix(kernel, kernel.blocks(B, H), layer, wkv, more_shared, **args)
 
     def channel_mix(self, layer, shift, added):
