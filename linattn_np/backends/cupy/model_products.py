@@ -187,6 +187,7 @@ class SquaredProduct(ModelKernel):
     BOX: ClassVar[int] = 128  # rows of x, or of w, that a copy moves
     TOKENS: ClassVar[int] = 256  # these, and ROWS of w, are what a cluster computes at a time
     ROWS: ClassVar[int] = 256
+    BUSY: ClassVar[float] = 0.95  # the least part of clusters that have a tile, over all rounds of tiles
     arch, threads, blocks_per_cluster = SM90, 288, 2
     constants = (
         ("32 * WARPS + 32", "threads"),
@@ -201,9 +202,11 @@ class SquaredProduct(ModelKernel):
     @classmethod
     def fitting(cls, w, x, device) -> SquaredProduct | None:
         """The instance for a matrix w [M, K] and tokens x [T, K]; None where cuBLAS is to be used: on other cards, and
-        for so few tokens that these tiles leave multiprocessors idle."""
+        for so few tiles, or such a number, that these leave multiprocessors idle: cuBLAS chooses among tiles."""
         sizes_fit = device.capability == 90 and w.dtype in HALF and not any(size % 8 for size in w.shape)
-        return cls(w.dtype) if sizes_fit and cls.tiles(w, x) >= 2 * cls.clusters(device) else None
+        tiles, clusters = cls.tiles(w, x), cls.clusters(device)
+        rounds = ceil_div(tiles, clusters)
+        return cls(w.dtype) if sizes_fit and rounds > 1 and tiles >= cls.BUSY * rounds * clusters else None
 
     @classmethod
     def tiles(cls, w, x) -> int:
