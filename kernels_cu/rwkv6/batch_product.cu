@@ -187,7 +187,7 @@ template <class S> __device__ __forceinline__ float4 sum_of_shares(const S& s, i
   return S::SHARES > 1 ? plus(sum, load4(&s.parts[S::SHARES - 1][n][m])) : sum;
 }
 
-// Stores this block's part of y. The kernel that reads y adds the parts.
+// Stores this block's part of y, which must be in shared memory. The kernel that reads y adds the parts.
 template <int SPLIT, class S>
 __device__ __forceinline__ void store_part(const S& s, const Args& args, const Stack& stack, const Tile& tile) {
   constexpr int QUADS = S::ROWS / 4;
@@ -198,6 +198,44 @@ __device__ __forceinline__ void store_part(const S& s, const Args& args, const S
     const int b = tile.column + n;
     if (b >= args.B || inside <= 0) break;
     store<1>(static_cast<float*>(stack.y) + (matrices * args.B + b) * stack.M + row, 0, inside, sum_of_shares(s, n, m));
+  }
+}
+
+// Stores the columns of y that this block finishes, those of its number among the SPLIT blocks: the sums of all blocks'
+// parts, which must be in shared memory.
+template <int SPLIT, class S>
+__device__ __forceinline__ void store_sums_of_parts(const S& s, const Args& args, const Stack& stack,
+                                                    const Tile& tile) {
+  static_assert(S::COLUMNS % SPLIT == 0);
+  constexpr int QUADS = S::ROWS / 4, EACH = S::COLUMNS / SPLIT;  // columns that this block finishes
+  constexpr int ITERATIONS = (EACH * QUADS + CONSUMERS - 1) / CONSUMERS;
+  const int tid = threadIdx.x, first = blockIdx.x % SPLIT * EACH, m = tid % QUADS * 4, row = tile.rows.row + m;
+  const int inside = int(stack.M) - row;
+  float4 sums[ITERATIONS] = {};  // all loads are issued first: another block's memory has a long latency
+#pragma unroll
+  for (int iteration = 0; iteration < ITERATIONS; ++iteration) {
+    const int n = tid / QUADS + iteration * (CONSUMERS / QUADS);
+    if (tid >= CONSUMERS || n >= EACH) continue;
+#pragma unroll
+    for (int block = 0; block < SPLIT; ++block) {
+      if (SPLIT == 1) sums[iteration] = sum_of_shares(s, n, m);
+      else
+#pragma unroll
+        for (int share = 0; share < S::SHARES; ++share)
+          sums[iteration] = plus(sums[iteration], load4_of_block(&s.parts[share][first + n][m], block));
+    }
+  }
+#pragma unroll
+  for (int iteration = 0; iteration < ITERATIONS; ++iteration) {
+    const int n = tid / QUADS + iteration * (CONSUMERS / QUADS), b = tile.column + first + n;
+    if (tid >= CONSUMERS || n >= EACH || b >= args.B || inside <= 0) continue;
+    const float4& sum = sums[iteration];
+    const i64 to = (tile.rows.which * args.B + b) * stack.M + row;
+    if (stack.finish == Finish::ReluSquared) {
+      const auto squared = [](float x) { return relu_squared<typename S::X, S::TERMS>(x); };
+      store<S::TERMS>(static_cast<typename S::X*>(stack.y) + to, stack.C * args.B * stack.M, inside,
+                      {squared(sum.x), squared(sum.y), squared(sum.z), squared(sum.w)});
+    } else store<1>(static_cast<float*>(stack.y) + to, 0, inside, sum);
   }
 }
 
@@ -251,36 +289,6 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
   // The blocks' parts are in shared memory.
   if constexpr (SPLIT > 1) cluster_sync_shared();
   else __syncthreads();
-
-  constexpr int QUADS = ROWS / 4, EACH = COLUMNS / SPLIT;  // columns that this block finishes
-  constexpr int ITERATIONS = (EACH * QUADS + CONSUMERS - 1) / CONSUMERS;
-  const int first = blockIdx.x % SPLIT * EACH, m = tid % QUADS * 4, row = tile.rows.row + m;
-  const int inside = int(stack.M) - row;
-  float4 sums[ITERATIONS] = {};  // all loads are issued first: another block's memory has a long latency
-#pragma unroll
-  for (int iteration = 0; iteration < ITERATIONS; ++iteration) {
-    const int n = tid / QUADS + iteration * (CONSUMERS / QUADS);
-    if (tid >= CONSUMERS || n >= EACH) continue;
-#pragma unroll
-    for (int block = 0; block < SPLIT; ++block) {
-      if (SPLIT == 1) sums[iteration] = sum_of_shares(s, n, m);
-      else
-#pragma unroll
-        for (int share = 0; share < S::SHARES; ++share)
-          sums[iteration] = plus(sums[iteration], load4_of_block(&s.parts[share][first + n][m], block));
-    }
-  }
-#pragma unroll
-  for (int iteration = 0; iteration < ITERATIONS; ++iteration) {
-    const int n = tid / QUADS + iteration * (CONSUMERS / QUADS), b = tile.column + first + n;
-    if (tid >= CONSUMERS || n >= EACH || b >= args.B || inside <= 0) continue;
-    const float4& sum = sums[iteration];
-    const i64 to = (tile.rows.which * args.B + b) * stack.M + row;
-    if (stack.finish == Finish::ReluSquared) {
-      const auto squared = [](float x) { return relu_squared<typename S::X, TERMS<COLUMNS>>(x); };
-      store<TERMS<COLUMNS>>(static_cast<typename S::X*>(stack.y) + to, stack.C * args.B * stack.M, inside,
-                            {squared(sum.x), squared(sum.y), squared(sum.z), squared(sum.w)});
-    } else store<1>(static_cast<float*>(stack.y) + to, 0, inside, sum);
-  }
+  store_sums_of_parts<SPLIT>(s, args, stack, tile);
   if constexpr (SPLIT > 1) cluster_leave();  // the others have read this block's part
 }

@@ -26,14 +26,15 @@ template <typename T, typename X> struct Args {
   i64 tokens, D, A, P;
 };
 
-// Whether `low` may be a sum of parts. Such blocks are small, so that several share a multiprocessor: otherwise the
+// The most parts of `low`. Blocks that take several are small, so that several share a multiprocessor: otherwise the
 // loads of all parts would take all registers.
-template <typename X, int TILES, int INPUTS> constexpr bool IN_PARTS = sizeof(X) == 2 && TILES == 1 && INPUTS == 1;
+template <typename X, int TILES, int INPUTS>
+constexpr int MOST_PARTS = sizeof(X) == 2 && TILES == 1 && INPUTS == 1 ? 8 : 1;
 
 // LOW_TERMS: numbers whose sum is a number of tanh(low), see LowRank; TERMS: of a number of `mixed`.
 template <typename T, typename X, int LOW_TERMS, int TILES, int INPUTS, int TERMS>
-__global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) rwkv6_data_mix(const Args<T, X> args) {
-  constexpr int LOW_PARTS = IN_PARTS<X, TILES, INPUTS> ? 8 : 1;
+__global__ void __launch_bounds__(THREADS, MOST_PARTS<X, TILES, INPUTS> > 1 ? 3 : 1)
+    rwkv6_data_mix(const Args<T, X> args) {
   auto& s = *reinterpret_cast<LowRank<T, TILES, LOW_TERMS>*>(dynamic_smem());
   launch_next();  // the next kernel may begin
   const i64 A = args.A, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, rest = blockIdx.x / across;
@@ -60,8 +61,9 @@ __global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) r
     };
     // sums.of[tile][half]: tanh(low) up of this lane's four channels from j on, of token 16 tile + 8 half + `token`.
     // load_early is called when the previous kernel has ended.
-    const auto sums = low_rank<LOW_PARTS>(s, args.low + (first * 5 + c) * A, 5 * A, args.P, args.tokens * 5 * A, tokens,
-                                          args.up + c * A * D, A, D, column, Tanh<T>(), load_early);
+    const auto sums =
+        low_rank<MOST_PARTS<X, TILES, INPUTS>>(s, args.low + (first * 5 + c) * A, 5 * A, args.P, args.tokens * 5 * A,
+                                               tokens, args.up + c * A * D, A, D, column, Tanh<T>(), load_early);
     if (!EARLY && n == 0) load_tokens();
     if (j >= D) continue;
 #pragma unroll

@@ -6,7 +6,8 @@
 constexpr int THREADS = 128, CHANNELS_APART = 64;  // of groups
 
 // This thread's head, of all tokens' heads, and the first channel of its first group. If the grid does not have all
-// heads of all tokens, its heads are whole tokens, so that `go_on` goes to the same head of a later token.
+// heads of all tokens, its heads are whole tokens (HeadKernel.blocks), so that `go_on` goes to the same head of a later
+// token, whose parameters a kernel has loaded.
 template <int WIDTH> struct LaneOfHead {
   static constexpr int LANES = CHANNELS_APART / WIDTH;
   i64 token_head = (i64(blockIdx.x) * THREADS + threadIdx.x) / LANES;

@@ -13,6 +13,7 @@
 //     d[16, 8] += a b
 
 constexpr int THREADS = 256, COLUMNS = 128, COLUMNS_OF_WARP = 16, TILE_TOKENS = 16;
+static_assert(COLUMNS == THREADS / 32 * COLUMNS_OF_WARP);
 constexpr int UNIT = 32;  // numbers of the rank that are multiplied at a time; there are zeros behind its end
 
 // Operands in shared memory, of at most PASS numbers of the rank at a time: f(low) [tokens, rank] as a sum of TERMS

@@ -33,6 +33,9 @@ template <int SEQUENCES> struct Shared {
   float4 channels[SEQUENCES][N];  // k, r, decay and k u of a channel
 };
 
+// The most parts of k, v, r, gate and decay_low: blocks of 8 sequences have no registers for two.
+template <int SEQUENCES> constexpr int MOST_PARTS = SEQUENCES < 8 ? 2 : 1;
+
 // Neighbours of an array that is the sum of one part, or, if TWO_PARTS, of one or two parts that are `apart` numbers
 // apart.
 template <bool TWO_PARTS> __device__ __forceinline__ float2 load2_parts(const float* x, i64 parts, i64 apart) {
@@ -48,7 +51,7 @@ template <typename T, typename S, int TERMS, int SEQUENCES>
 __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES : 2)
     rwkv6_time_mix_batch(const Args<T, S> args) {
   // Whether there are registers for all rows, and for two parts: 8 warps share a multiprocessor's, or 16 warps.
-  constexpr bool HAS_REGISTERS = SEQUENCES < 8, TWO_PARTS = HAS_REGISTERS;
+  constexpr bool HAS_REGISTERS = SEQUENCES < 8, TWO_PARTS = MOST_PARTS<SEQUENCES> == 2;
   constexpr int THREADS = 32 * SEQUENCES,
                 HELD = HAS_REGISTERS ? ROWS : ROWS / 2;  // rows of the state whose loads are under way
   auto& s = *reinterpret_cast<Shared<SEQUENCES>*>(dynamic_smem());

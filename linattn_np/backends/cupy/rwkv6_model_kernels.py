@@ -106,7 +106,7 @@ class TimeMixBatch(ModelKernel):
     arguments = (*TIME_MIX, *members("int64s P"))
     shared_memory = ("Shared<{SEQUENCES}>",)
     N: ClassVar[int] = 64
-    constants = (("N", "N"),)
+    constants = (("N", "N"), ("MOST_PARTS<{SEQUENCES}>", "parts"))
     MOST_PARTS: ClassVar[int] = 2  # the most parts of k, v, r and gate, in blocks of fewer than 8 sequences
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 4, 2)  # the possible SEQUENCES
     dtype: np.dtype
@@ -288,6 +288,8 @@ class DataMix(LowRankKernel):
     TILES: int
     INPUTS: int
     TERMS: int
+
+    constants = (*LowRankKernel.constants, ("MOST_PARTS<{X}, {TILES}, {INPUTS}>", "most_parts"))
 
     # Both make cls(dtype, X, PARTS, TILES, INPUTS, TERMS).
     @classmethod

@@ -107,6 +107,8 @@ class MixForward(Elementwise):
 
     file = "training/mix_forward"
     arguments = members("pointers xx maa m mixed, int64s tokens T_ D")
+    MIXES: ClassVar[int] = 5
+    constants = (*Elementwise.constants, ("MIXES", "MIXES"))
 
 
 class MixBackward(TokenKernel):
@@ -115,6 +117,8 @@ class MixBackward(TokenKernel):
     file = "training/mix_backward"
     arguments = members("pointers dmixed m maa xx dxx dd parts, int64s tokens T_ D tokens_per_block")
     shared_memory = ("Shared<{THREADS}>",)
+    MIXES: ClassVar[int] = MixForward.MIXES
+    constants = (("MIXES", "MIXES"),)
 
 
 class NormBackward(TokenKernel):
@@ -210,6 +214,8 @@ class BonusNormBackward(OfHeads):
         "pointers dy o gate r key v weight bias bonus do_ dgate scores parts, int64s tokens H N tokens_per_block, "
         "float64s eps"
     )
+    PARAMETERS: ClassVar[int] = 3  # in `parts`: weight, bias, bonus
+    constants = (*OfHeads.constants, ("PARAMETERS", "PARAMETERS"))
 
     @property
     def blocks_per_multiprocessor(self):

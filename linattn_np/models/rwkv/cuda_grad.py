@@ -352,7 +352,7 @@ class TrainingStep:
     def mix_backward(self, dmixed, m, maa, xx, previous_xx, maa_out):
         """The pullback of `mix`: the gradients of m (in its memory), xx and d; that of maa goes to `maa_out`."""
         dxx, dd, kernel = self.empty(*xx.shape), self.empty(*xx.shape), kernels.MixBackward(self.dtype, self.threads)
-        parts = self.partial_sums(kernel, 5)
+        parts = self.partial_sums(kernel, kernel.MIXES)
         self.run_kernel(kernel, len(parts), dmixed=dmixed, m=m, maa=maa, xx=xx, dxx=dxx, dd=dd, parts=parts)
         self.sum(parts, maa_out)
         if previous_xx is not None:

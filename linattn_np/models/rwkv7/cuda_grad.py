@@ -260,7 +260,7 @@ class TimeMix(Mix):
         its gradient, in float32."""
         step, kernel = self.step, kernels.BonusNormBackward.fitting(self.step.dtype, self.N)
         do, dgate = step.empty(*dy.shape), step.empty(*dy.shape)
-        parts = step.partial_sums(kernel, 3, self.H)  # weight, bias, bonus
+        parts = step.partial_sums(kernel, kernel.PARAMETERS, self.H)
         scores = step.empty(step.tokens, self.H, 2, dtype=FLOAT32)
         arrays = {"dy": dy, "r": self.r, "key": self.key, "v": self.mixed_v, "bonus": self.layer.bonus}
         results = {"do_": do, "dgate": dgate, "scores": scores, "parts": parts}
