@@ -6,7 +6,7 @@
 //           operands without any move, of either type
 // numerics  a `single` is the sum of two tf32 numbers, to 21 bits; of their four products three are added
 #include "gated/forward_tiles.cuh"
-#include "half_products.cuh"
+#include "ptx.cuh"
 #include "tf32.cuh"
 
 // float32 data, as the kernels' template argument T: a type of its own, which chooses the functions below.
@@ -54,7 +54,7 @@ __device__ __forceinline__ float2 transpose_pairs(float2 x) {
   return {from(first), from(first + 4)};
 }
 
-// D[16, 8] += A[16, 16] B[16, 8], as mma_m16n8k16 of 16-bit types (half_products.cuh): words a[m] are row g + 8 (m %
+// D[16, 8] += A[16, 16] B[16, 8], as mma_m16n8k16 of 16-bit types (ptx.cuh): words a[m] are row g + 8 (m %
 // 2), columns 8 (m / 2) + 2t and the next; b[m] rows 8m + 2t and the next, column g.
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const float2 (&a)[4], const float2 (&b)[2], single) {
 #pragma unroll

@@ -2,7 +2,7 @@
 //           channel, and segments of sequences. The including kernel defines CHUNK, the tokens of a chunk, before it
 //           includes this file. Of WorkTile::sequence here segments are counted, P of each sequence.
 // limits    sm_90a
-#include "half_products.cuh"
+#include "ptx.cuh"
 #include "lanes.cuh"
 #include "warpgroup.cuh"
 
@@ -43,12 +43,7 @@ __device__ __forceinline__ float channel_sum(float x) { return sum_over_lanes<4>
 // sums, from number g COUNT / 8 on, as its x[0], x[1] ... In each step two lanes that are LANES apart keep one half
 // each. Recursive, since the compiler unrolls such a loop too late.
 template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void share_sums(float (&x)[N]) {
-  const bool upper = opaque(threadIdx.x) & LANES;  // opaque: computed again, not held in a register
-#pragma unroll
-  for (int i = 0; i < COUNT / 2; ++i) {
-    const float first = x[i], second = x[i + COUNT / 2];
-    x[i] = (upper ? second : first) + __shfl_xor_sync(0xffffffffu, upper ? first : second, LANES);
-  }
+  exchange_and_add_halves<COUNT / 2>(x, LANES, opaque(threadIdx.x) & LANES);  // opaque: no register holds it
   if constexpr (LANES > 4) share_sums<COUNT / 2, LANES / 2>(x);
 }
 

@@ -1,7 +1,6 @@
 // what      Shared by the kernels of RWKV models: sums over a block, activations, a step of the time mix, loads and
 //           stores of neighbours, floats as sums of half-precision terms.
 // tests     test_decode_kernels, test_rwkv_on_cuda, test_training_kernels
-#include "half_products.cuh"
 #include "lanes.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"

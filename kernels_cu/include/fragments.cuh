@@ -143,7 +143,7 @@ __device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<A, floa
 __device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<UNSPLIT, bf16, 4>& a,
                                               const Pairs<UNSPLIT, bf16, 2>& b, int half) {
   const u32 half_of_b[2] = {half == 0 ? b.words[0] : 0, half == 1 ? b.words[1] : 0};
-  mma_bf16(d, a.words, half_of_b);
+  mma_m16n8k16(d, a.words, half_of_b, bf16{});
 }
 
 // d += a b.
@@ -154,7 +154,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const Pairs<A, float, 4>
 }
 __device__ __forceinline__ void multiply(float (&d)[4], const Pairs<UNSPLIT, bf16, 4>& a,
                                          const Pairs<UNSPLIT, bf16, 2>& b) {
-  mma_bf16(d, a.words, b.words);
+  mma_m16n8k16(d, a.words, b.words, bf16{});
 }
 
 // d[0] += a b[0], d[1] += a b[1]. Instructions for the two results alternate, since an instruction waits for the one

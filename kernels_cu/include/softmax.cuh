@@ -4,7 +4,7 @@
 // numerics  Products of bf16 or f16 with sums in float32. A sum is rounded to the same type before it is an operand of
 //           the next product.
 #include "cards.cuh"
-#include "half_products.cuh"
+#include "ptx.cuh"
 #include "softmax_work.cuh"
 
 // From the includes:
@@ -123,6 +123,7 @@ template <int ROWS, int D, typename T>
 __device__ __forceinline__ void fetch(T* tile, const StridedRows<const T>& x, i32 batch, i32 head, i32 token, int rows,
                                       i64 width, bool vectors) {
   constexpr int ACROSS = D / 8, DOWN = THREADS / ACROSS;
+  static_assert(THREADS % ACROSS == 0 && ROWS % DOWN == 0, "the threads have whole rows in each round");
   const int thread = opaque(threadIdx.x), piece = thread % ACROSS, columns = int(width) - 8 * piece;
   const T* from = x.row(batch, head, token) + 8 * piece;
   if (columns <= 0) rows = 0;

@@ -61,8 +61,8 @@ template <> struct Split<bf16> {
                                                   const u32 (&x)[WORDS]) {
     const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
     const u32 x_first[2] = {x[0], x[1]}, x_second[2] = {x[2], x[3]};
-    mma_bf16(sums[0], first, x_first);
-    mma_bf16(sums[1], second, x_second);
+    mma_m16n8k16(sums[0], first, x_first, bf16{});
+    mma_m16n8k16(sums[1], second, x_second, bf16{});
   }
 };
 

@@ -173,31 +173,21 @@ inline void mma_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulat
   emulator::multiply_own<tf32>("mma_tf32", d, a, b, where);
 }
 
-inline void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Where where = emulator::here()) {
-  emulator::multiply_own<bf16>("mma_bf16", d, a, b, where);
+template <typename T>
+inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], T,
+                         emulator::Where where = emulator::here()) {
+  emulator::multiply_own<T>("mma_m16n8k16", d, a, b, where);
 }
 
-inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 b, emulator::Where where = emulator::here()) {
-  const u32 left[4] = {a0, a1, 0, 0}, right[2] = {b, 0};
-  emulator::multiply_own<bf16>("mma_bf16", d, left, right, where);
-}
-
-inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Where where = emulator::here()) {
-  emulator::multiply_own<f16>("mma_f16", d, a, b, where);
-}
-
-inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4],
-                    emulator::Where where = emulator::here()) {
+inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4],
+                         emulator::Where where = emulator::here()) {
   for (int i = 0; i < 4; ++i) d[i] = c[i];
-  mma_f16(d, a, b, where);
+  mma_m16n8k16(d, a, b, f16{}, where);
 }
 
-inline void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b, emulator::Where where = emulator::here()) {
-  mma_bf16(d, {a[0], a[1], 0, 0}, {b, 0}, where);
-}
-
-inline void mma_f16(float (&d)[4], const u32 (&a)[2], u32 b, emulator::Where where = emulator::here()) {
-  mma_f16(d, {a[0], a[1], 0, 0}, {b, 0}, where);
+template <typename T>
+inline void mma_m16n8k8(float (&d)[4], const u32 (&a)[2], u32 b, T, emulator::Where where = emulator::here()) {
+  mma_m16n8k16(d, {a[0], a[1], 0, 0}, {b, 0}, T{}, where);
 }
 
 inline void mma_i8(i32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Where where = emulator::here()) {

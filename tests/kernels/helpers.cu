@@ -89,30 +89,32 @@ struct Tf32Product {
   __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_tf32(d, a, b); }
 };
 struct Bf16Product {
-  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_bf16(d, a, b); }
+  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_m16n8k16(d, a, b, bf16{}); }
 };
 struct HalfBf16Product {
-  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_bf16(d, a[0], a[1], b[0]); }
+  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    mma_m16n8k8(d, {a[0], a[1]}, b[0], bf16{});
+  }
 };
 struct F16Product {
-  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_f16(d, a, b); }
+  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_m16n8k16(d, a, b, f16{}); }
 };
 struct F16ProductAndSum {
   __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     const float c[4] = {d[0], d[1], d[2], d[3]};
     for (float& x : d) x = __uint_as_float(0x7fc00000u);  // nobody adds to that
-    mma_f16(d, a, b, c);
+    mma_m16n8k16(d, a, b, c);
   }
 };
 // In two products of 8.
 struct Bf16Products {
   __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    for (int half = 0; half < 2; ++half) mma_bf16(d, {a[2 * half], a[2 * half + 1]}, b[half]);
+    for (int half = 0; half < 2; ++half) mma_m16n8k8(d, {a[2 * half], a[2 * half + 1]}, b[half], bf16{});
   }
 };
 struct F16Products {
   __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    for (int half = 0; half < 2; ++half) mma_f16(d, {a[2 * half], a[2 * half + 1]}, b[half]);
+    for (int half = 0; half < 2; ++half) mma_m16n8k8(d, {a[2 * half], a[2 * half + 1]}, b[half], f16{});
   }
 };
 

@@ -16,7 +16,7 @@
 constexpr int CHUNK = 32;  // tokens; before warpgroup.cuh, which uses it
 #include "warpgroup.cuh"
 #include "fragments.cuh"
-#include "half_products.cuh"
+#include "ptx.cuh"
 
 // From the includes:
 //   swizzled_offset(row, piece): a piece's offset in a panel; at_byte_offset(array, offset): the address there

@@ -10,6 +10,7 @@
 //   ldmatrix_offset(): a lane's offset for ldmatrix and stmatrix, by which store_operand stores an Operand
 //   each_token_pair: calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of: their register in
 //     an Operand
+#include "ptx.cuh"
 #include "gated/sm90/states.cuh"
 
 // The byte offset of channel c of token `row` in a panel [32 tokens][32 channels] of float32 operands within

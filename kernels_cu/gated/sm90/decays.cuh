@@ -39,7 +39,7 @@
 //   low, high          the two bfloat16 numbers of a register as floats; remainder_of: their rounding errors
 //   cut_off            a float32 without its last 13 bits
 //   opaque             x, computed anew from there on: no register keeps what depends on it
-#include "half_products.cuh"
+#include "ptx.cuh"
 #include "read_order.cuh"
 #include "tf32.cuh"
 
@@ -269,7 +269,8 @@ template <class ReadOrder, typename G, bool SECOND_NEGATED = false> struct GateC
   }
 };
 
-// Calls f(n, sums) for each sub-chunk n. b: an operand of GateCounts; sums, a LaneSubChunk: log2 of this lane's decays.
+// Calls f(n, sums) for each sub-chunk n. b: an operand of GateCounts; sums, a LaneSubChunk: log2 of this lane's decays,
+// sums of the sub-chunk's gates a [channel, gate], counted by b [gate, token].
 template <typename G, bool SECOND_NEGATED, class F>
 __device__ __forceinline__ void sum_gates(const LaneGates<G, SECOND_NEGATED>& g, const u32 (&b)[2], F f) {
 #pragma unroll

@@ -25,10 +25,12 @@ constexpr float TF32_CORRECTION_OF_BOTH = 1.f + 2 * 3.522e-4f;
 // d += a b on tensor cores, for operands of the type of the first argument. Sums: a lane's accumulators of [16, 8]:
 // with g = lane / 4, t = lane % 4, number 2h + p is in row g + 8h, column 2t + p.
 using Sums = float[4];
-__device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_bf16(d, a, b); }
-__device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_f16(d, a, b); }
-__device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[2], u32 b) { mma_bf16(d, a, b); }
-__device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[2], u32 b) { mma_f16(d, a, b); }
+template <typename T> __device__ __forceinline__ void multiply(T, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) {
+  mma_m16n8k16(d, a, b, T{});
+}
+template <typename T> __device__ __forceinline__ void multiply(T, Sums& d, const u32 (&a)[2], u32 b) {
+  mma_m16n8k8(d, a, b, T{});
+}
 __device__ __forceinline__ void multiply(float, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_tf32(d, a, b); }
 
 // Stores two scores x and y of neighbouring keys at (base XOR flip) + offset, in bytes. If SPLIT_SCORES, a score is two

@@ -134,7 +134,7 @@ __device__ __forceinline__ void add_query_share(LaneChunk& x, G (*panels)[CHUNK]
     for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
       LaneSubChunk share;  // in units, with the state's term
       // Of an operand's registers, which have two sub-chunks, the identity takes one.
-      mma_f16(share, packed[n / 2], {n % 2 ? 0 : identity, n % 2 ? identity : 0}, in_units);
+      mma_m16n8k16(share, packed[n / 2], {n % 2 ? 0 : identity, n % 2 ? identity : 0}, in_units);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[n][i] = fmaf(unit[i / 2], share[i], x[n][i]);
     }

@@ -160,8 +160,8 @@ template <int BK>
 __device__ __forceinline__ float dot_with_state(const float (&S)[BK / 2], const StretchState<BK>& stored) {
   float columns0[2][4] = {}, columns8[2][4] = {};  // columns 0 to 7, 8 to 15; two sums each, for latency
   each_operand<BK>(S, [&](int step, const u32(&state)[4]) {
-    mma_bf16(columns0[step % 2], state, {stored[step].x, stored[step].z});
-    mma_bf16(columns8[step % 2], state, {stored[step].y, stored[step].w});
+    mma_m16n8k16(columns0[step % 2], state, {stored[step].x, stored[step].z}, bf16{});
+    mma_m16n8k16(columns8[step % 2], state, {stored[step].y, stored[step].w}, bf16{});
   });
   const int lane = threadIdx.x & 31, g = lane >> 2;
   const float odd = columns0[0][1] + columns0[1][1] + (columns8[0][3] + columns8[1][3]);
@@ -216,8 +216,8 @@ __device__ __forceinline__ void add_self_scores(Values& o, bf16 (&panel)[CHUNK][
     for (int m = 0; m < 2; ++m) {
       auto& sums = *reinterpret_cast<float (*)[4]>(o + 8 * s + 4 * m);
       const u32 self_score = self_scores[16 * s + 8 * m + g];
-      mma_bf16(sums, v[2 * m], v[2 * m + 1], __byte_perm(self_score, 0, high_part));
-      mma_bf16(sums, v[2 * m], v[2 * m + 1], __byte_perm(self_score, 0, low_part));
+      mma_m16n8k8(sums, {v[2 * m], v[2 * m + 1]}, __byte_perm(self_score, 0, high_part), bf16{});
+      mma_m16n8k8(sums, {v[2 * m], v[2 * m + 1]}, __byte_perm(self_score, 0, low_part), bf16{});
     }
   }
 }
