@@ -2,7 +2,7 @@
 //           every sequence or segment, or gradients of a shared gate, one for every tile of the state.
 // math      sum = sum_n array_n
 // shapes    arrays [N, H, K] float32 or float64; sum [H, K] with rows `row_stride` apart
-// grid      a warp for every 4 numbers of sum: each of 8 lanes adds every eighth array, then the 8 sums are
+// grid      a warp for every NUMBERS numbers of sum: each of LANES lanes adds every LANES-th array, then their sums are
 //           added
 // smem      none
 // barriers  none
@@ -12,7 +12,7 @@
 #include "ptx.cuh"
 #include "real.cuh"
 
-// From real.cuh:
+constexpr int LANES = 8, NUMBERS = 32 / LANES;  // of a warp: lanes for each number of sum, and such numbers
 
 template <typename T> struct Args {
   const FloatOrDouble<T>* arrays;
@@ -22,12 +22,13 @@ template <typename T> struct Args {
 };
 
 template <typename T> __global__ void __launch_bounds__(128) elementwise_sum_arrays(const Args<T> args) {
-  const i64 size = args.H * args.K, index = i64(blockIdx.x) * 16 + threadIdx.x / 32 * 4 + threadIdx.x % 4;
+  const i64 size = args.H * args.K,
+            index = (i64(blockIdx.x) * 128 + threadIdx.x) / 32 * NUMBERS + threadIdx.x % NUMBERS;
   FloatOrDouble<T> sum = 0;
   if (index < size)
-    for (i64 n = threadIdx.x % 32 / 4; n < args.N; n += 8) sum += args.arrays[n * size + index];
+    for (i64 n = threadIdx.x % 32 / NUMBERS; n < args.N; n += LANES) sum += args.arrays[n * size + index];
 #pragma unroll
-  for (int distance = 16; distance >= 4; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  if (index < size && threadIdx.x % 32 < 4)
+  for (int distance = 16; distance >= NUMBERS; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  if (index < size && threadIdx.x % 32 < NUMBERS)
     args.sum[index / args.K * args.row_stride + index % args.K] = narrowed<T>(sum);
 }

@@ -7,8 +7,8 @@
 //           S_1 at segments 0 and 1 of the direction, summary_{p-1} at segment p >= 2; on exit S_p.
 //           decays [2, N, P, H, ceil(V / BV), K] float32: decay_p of BV columns at segment p. If columns of V have
 //           gates, too: column_decays [2, N, P, H, V]; then both are logarithms, and decay_p is exp of their sum
-// grid      a block for every (direction, sequence, head, 1024 values of K x V), directions slowest; 256 threads, 4
-//           values each
+// grid      a block for every (direction, sequence, head, TILE numbers of K x V), directions slowest; 256 threads, each
+//           with COLUMNS of them
 // smem      none
 // barriers  none
 // numerics  float32. 0 times an infinite decay, of gates above 0, counts as 0
@@ -18,6 +18,7 @@
 #include "tensor.cuh"
 
 constexpr int AHEAD = 8;  // segments whose loads are issued together, since a load has a long latency
+constexpr int COLUMNS = 4, TILE = 256 * COLUMNS;  // neighbouring numbers of a state: of a thread, and of a block
 
 struct Args {
   float* states;
@@ -27,8 +28,9 @@ struct Args {
 };
 
 __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
-  const u32 size = u32(args.K * args.V), tiles = (size + 1023) / 1024, H = u32(args.H), heads = u32(args.N) * H;
-  const u32 index = blockIdx.x % tiles * 1024 + threadIdx.x * 4;  // divisions of 64 bits take longer than all else here
+  const u32 size = u32(args.K * args.V), tiles = (size + TILE - 1) / TILE, H = u32(args.H), heads = u32(args.N) * H;
+  // The thread's first number. 32 bits: 64-bit divisions would take longer than all else here.
+  const u32 index = blockIdx.x % tiles * TILE + threadIdx.x * COLUMNS;
   const u32 head = blockIdx.x / tiles % heads, n = head / H, h = head % H;
   const bool backwards = blockIdx.x / tiles >= heads;
   const u32 V = u32(args.V), BV = u32(args.BV), channel = index / V, column = index % V;

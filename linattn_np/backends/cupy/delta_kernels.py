@@ -448,8 +448,7 @@ class DeltaStep(Kernel):
         "strided q k v, strided? a b, strided g, strided? beta, strided o state, pointers? slots, int64s H K V "
         "group, float64s scale, int64s normalized pieces"
     )
-    # Widest: double if one of both is, else float
-    shared_memory = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}, {BV}>",)
+    shared_memory = ("Shared<{rule}, Wider<{dtype}, {state}>, {BK}, {BV}>",)
     threads = 256
     WIDTHS: ClassVar[tuple[int, ...]] = (16, 64)  # the possible BV
     rule: str

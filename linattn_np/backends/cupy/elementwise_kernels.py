@@ -71,6 +71,7 @@ class SumArrays(Kernel):
     arguments = members("pointers arrays sum, int64s N H K row_stride")
     threads = 128
     LANES: ClassVar[int] = 8  # threads that add the N values of one number
+    constants = (("LANES", "LANES"),)
     dtype: np.dtype  # of sum
 
 
@@ -106,7 +107,7 @@ class CopyRows(Kernel):
     threads = 256
     PIECES: ClassVar[int] = 4 * threads  # of 16 bytes, that a block copies
     BYTES_OF_BLOCK: ClassVar[int] = 16 * PIECES
-    constants = (("COPIES", "COPIES"), ("THREADS * AT_ONCE", "PIECES"))  # the compiler compares these pairs
+    constants = (("COPIES", "COPIES"), ("THREADS * AT_ONCE", "PIECES"))
     arguments = structs(
         "copies",
         COPIES,

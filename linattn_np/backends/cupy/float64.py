@@ -41,6 +41,7 @@ class Float64(Kernel):
 
     threads = 128
     ROWS: ClassVar[int] = 4  # rows of X per block
+    constants = (("WARPS", "ROWS"),)
     read_order: str
     columns: int
 

@@ -70,6 +70,7 @@ class ForwardInChunks(TiledKernel):
     """The base of kernels of the forward pass in chunks."""
 
     SUB_CHUNK = 8
+    constants = (("CHUNK<{dtype}>", "CHUNK"), ("RESIDENT<{schedule}, {BK}, {BV}>", "blocks_per_multiprocessor"))
     schedule: str
     dtype: np.dtype
     gate: np.dtype
@@ -130,6 +131,7 @@ class GatedSegmentStates(TiledKernel):
     file = "gated/segment_states"
     arguments = members("strided k v g, pointers states decays, shape, int64s segments computed parts bytes")
     shared_memory = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
+    constants = (("STEP<{dtype}>", "CHUNK"),)
     dtype: np.dtype
     gate: np.dtype
     products: int  # as in `ForwardInChunks`
@@ -167,7 +169,7 @@ class Recurrent(GatedKernel, TiledKernel):
     shared_memory = ("Shared<{BK}>",)
     threads = 128
     BV: ClassVar[int] = 32  # columns of V in a block, one per lane of a warp
-    constants = (("BV", "BV"), ("THREADS", "threads"))
+    constants = (("BV", "BV"),)
     BK: int
     gates_columns: bool = False
 
@@ -177,7 +179,7 @@ class GatedBackward(GatedKernel):
 
     CHUNK: ClassVar[int] = 64
     TILE: ClassVar[int] = 64  # channels and columns of a tile of the states that one kernel stores for the others
-    constants = (("CHUNK", "CHUNK"), ("TILE", "TILE"))
+    constants: ClassVar[tuple] = (("CHUNK", "CHUNK"), ("TILE", "TILE"))
     threads = 128
     products: int
 
@@ -201,6 +203,10 @@ class GatedBackwardStates(GatedBackward):
         "float64s scale, int64s vectors P"
     )
     shared_memory = ("Shared<{dtype}, {gate}, {BV}>",)
+    constants = (
+        *GatedBackward.constants,
+        ("blocks<Math<{dtype}, {products}>, {dtype}, {BV}>()", "blocks_per_multiprocessor"),
+    )
     BV: int
 
     @classmethod
@@ -279,6 +285,7 @@ class ScanBothWays(Kernel):
     arguments = members("pointers states decays, pointers? column_decays, int64s N P H K V BV only_backwards")
     threads = 256
     COLUMNS: ClassVar[int] = 4
+    constants = (("COLUMNS", "COLUMNS"),)
 
 
 def columns_of_decays(summary, V):
@@ -307,7 +314,6 @@ class GatedForwardSm90(HopperKernel):
         ("CHUNK", "CHUNK"),
         ("SUB_CHUNK", "SUB_CHUNK"),
         ("{schedule}::CLUSTER_SIZE", "blocks_per_cluster"),
-        ("ALL_THREADS<{schedule}, {dtype}, {gate}, {BK}, {BV}>", "threads"),
     )
     read_order: str
     schedule: str
@@ -366,7 +372,6 @@ class GatedBackwardSm90(GatedKernel, HopperKernel):
         ("CHUNK", "CHUNK"),
         ("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"),
         ("FLAGS", "FLAGS"),
-        ("THREADS<{BK}>", "threads"),
     )
     BK: int
     BV: int

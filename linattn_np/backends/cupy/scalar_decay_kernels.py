@@ -61,7 +61,6 @@ class WeightedSums(HopperKernel):
     constants = (
         ("CHUNK", "CHUNK"),
         ("STRETCH", "STRETCH"),
-        ("ALL_THREADS<{BV}>", "threads"),
         ("1 + IN_CLUSTER<{what}, {BK}, {BV}>", "blocks_per_cluster"),
     )
     what: str
@@ -116,7 +115,7 @@ class ScalarBackwardSegments(TiledKernel):
     threads = 160
     CHUNK: ClassVar[int] = 32
     BK: ClassVar[int] = 64
-    constants = (("CHUNK", "CHUNK"), ("CHANNELS", "BK"), ("CONSUMERS + 32", "threads"))
+    constants = (("CHUNK", "CHUNK"), ("CHANNELS", "BK"))
     BV: int
 
     @classmethod

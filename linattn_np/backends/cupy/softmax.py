@@ -49,7 +49,7 @@ class Softmax(Kernel):
     KEYS: ClassVar[int]
     COLUMNS: ClassVar[tuple[tuple[int, ...], ...]] = ((64,), (128,))  # the possible columns of K and V; (D,): of both
     threads = 128
-    constants = (("QUERIES", "QUERIES"), ("KEYS", "KEYS"), ("THREADS", "threads"))
+    constants = (("QUERIES", "QUERIES"), ("KEYS", "KEYS"))
 
     @classmethod
     def fitting(cls, problem):
@@ -75,7 +75,7 @@ class SoftmaxSquare(Softmax):
 class SoftmaxForward(SoftmaxSquare):
     file, KEYS = "softmax/forward", 64
     shared_memory = ("Shared<{dtype}, {D}, {capped}>",)
-    constants = (("Shared<{dtype}, {D}, {capped}>::QUERIES", "QUERIES"), ("KEYS", "KEYS"), ("THREADS", "threads"))
+    constants = (("Shared<{dtype}, {D}, {capped}>::QUERIES", "QUERIES"), ("KEYS", "KEYS"))
     arguments = members(
         "strided q k v o, pointers works lse sinks, int64s H group Tq K V left right, float64s scale softcap, "
         "int64s vectors"
@@ -130,7 +130,6 @@ class SoftmaxForwardSm90(SoftmaxSm90):
     constants = (
         ("Shared<{dtype}, {K}, {V}, {capped}>::QUERIES", "QUERIES"),
         ("Shared<{dtype}, {K}, {V}, {capped}>::KEYS", "KEYS"),
-        ("THREADS<Shared<{dtype}, {K}, {V}, {capped}>>", "threads"),
         ("PANEL", "BOX"),
         ("BOX_TOKENS", "BOX"),
     )
@@ -181,7 +180,7 @@ class SoftmaxStatistics(Softmax):
     """The statistics of queries, for the gradients of k and v; it reads rows of whole 16 bytes."""
 
     file, threads, QUERIES, KEYS = "softmax/statistics", 4 * CHUNK_QUERIES, CHUNK_QUERIES, CHUNK_QUERIES
-    constants = (("CHUNK_QUERIES", "QUERIES"), ("THREADS", "threads"))
+    constants = (("CHUNK_QUERIES", "QUERIES"),)
     arguments = members("strided o do_, pointers works lse dlse statistics, int64s H Tq V chunks")
     dtype: np.dtype
 

@@ -14,6 +14,11 @@ from .arguments import offsets, size_of
 OPTIONS = ("-std=c++17",)
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
+# A kernel's template parameters, if it has some, and its launch bound: the threads of a block.
+_BOUND = re.compile(
+    r"(template <[^;{}]*>\s+)?__global__ void [^{;]*?__launch_bounds__\("
+    r"((?:[^,()<>]|\([^()]*\)|<(?:[^<>]|<[^<>]*>)*>)+)"
+)
 
 # If an assertion fails, the compiler's message names both numbers, as template arguments of `Bytes`. OFFSET_OF: NVRTC
 # lacks __builtin_offsetof before CUDA 13.5, and has __INTADDR__, to which its own headers would expand offsetof.
@@ -81,12 +86,15 @@ def program(kernels, include=None) -> str:
     """The text of the kernels' file, followed by the assertions of `checks`. All kernels must be instances of templates
     in the same file."""
     (file,) = {kernel.file for kernel in kernels}
-    return text(file, include) + CHECKS + "".join(map(checks, kernels, count()))
+    source = text(file, include)
+    bound = _BOUND.search(source)
+    threads = f"{bound[1] or ''}struct LaunchBound {{ static constexpr int threads = {bound[2]}; }};\n" if bound else ""
+    return source + CHECKS + threads + "".join(checks(*each, bound) for each in zip(kernels, count()))
 
 
-def checks(kernel, number=0) -> str:
-    """C++ assertions that the kernel's argument struct, shared memory and constants are as the class declares them.
-    `number`: the kernel's index in the program, for names of its own."""
+def checks(kernel, number=0, bound=None) -> str:
+    """C++ assertions that the kernel's argument struct, shared memory, constants and threads are as the class declares.
+    `number`: the kernel's index in the program, for names of its own; `bound`: whether LaunchBound is defined."""
     lines = []
     if kernel.arguments:
         args = f"ArgumentsOfKernel{number}"
@@ -97,6 +105,9 @@ def checks(kernel, number=0) -> str:
         sizes = " + ".join(f"sizeof({cpp_type})" for cpp_type in kernel.shared_types)
         lines.append(assert_equal(kernel.shared_bytes, sizes))
     lines += [assert_equal(getattr(kernel, name), kernel.filled_in(cpp_name)) for cpp_name, name in kernel.constants]
+    if bound:
+        instance = kernel.expression.replace(kernel.name, "LaunchBound", 1)
+        lines.append(assert_equal(kernel.threads, f"{instance}::threads"))
     return "".join(lines)
 
 

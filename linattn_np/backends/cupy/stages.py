@@ -61,6 +61,8 @@ class InterChunk(Kernel):
     arguments = members("strided kg b v, pointers h initial final, shape, int64s bytes")
     shared_memory = ("Shared<{dtype}>",)
     threads = 128
+    TILE = STAGE_COLUMNS
+    constants = (("TILE", "TILE"),)
     dtype: np.dtype
 
 
@@ -70,6 +72,7 @@ class IntraChunk(GatedKernel):
     file = "stages/intra_chunk"
     arguments = members("strided q k g, pointers u, strided A, shape, int64s bytes")
     shared_memory = ("Shared<{BK}>",)
+    constants = (("ROWS<{BK}>", "rows"),)
     BK: int
 
     @property
@@ -89,6 +92,8 @@ class Combine(Kernel):
     arguments = members("strided qg h A v o, shape, float64s scale, int64s bytes")
     shared_memory = ("Shared<{dtype}>",)
     threads = 128
+    TILE = STAGE_COLUMNS
+    constants = (("TILE", "TILE"),)
     dtype: np.dtype
 
 

@@ -60,8 +60,8 @@ class StepOfSeveral(Kernel):
         "strided q k v, strided? a b, strided g, strided? beta, strided o, pointers? bonus, strided state pending, "
         "pointers? slots accepted, int64s H T_ K V M group, float64s scale, int64s normalized aligned16"
     )
-    shared_memory = ("Shared<{rule}, Widest<{dtype}, {state}>, {BK}, COLUMNS<Widest<{dtype}, {state}>, {BK}>>",)
-    constants: ClassVar[tuple] = (("TOKENS", "TOKENS"),)
+    shared_memory = ("Shared<{rule}, Wider<{dtype}, {state}>, {BK}, COLUMNS<Wider<{dtype}, {state}>, {BK}>>",)
+    constants = (("TOKENS", "TOKENS"), ("COLUMNS<Wider<{dtype}, {state}>, {BK}>", "BV"))
     TOKENS: ClassVar[int] = MOST_PENDING
     rule: str
     dtype: np.dtype
