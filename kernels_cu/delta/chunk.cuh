@@ -80,7 +80,7 @@ __device__ __forceinline__ void copy_numbers(T* tile, const T* from, i64 stride,
 // than 16, copies them number by number.
 template <int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_chunk(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
-  if (bytes == 16) copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, COLS, THREADS>(tile, from, stride, rows, width);
+  if (bytes == 16) copy_rows<16, BT, COLS, THREADS>(tile, from, stride, rows, width);
   else copy_numbers<COLS, THREADS>(tile, from, stride, rows, width);
 }
 

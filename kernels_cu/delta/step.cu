@@ -34,8 +34,6 @@ constexpr int STEP_BLOCKS = BK == 256 && BV == 64 && sizeof(R) == 8             
                             : BK == 256 && BV == 64 || sizeof(R) == 8 || sizeof(S) == 2 ? 2
                             : BV == 64 || Rule::own_erasure                             ? 3
                                                                                         : 4;
-template <typename T, typename S>
-using Widest = decltype(FloatOrDouble<T>() + FloatOrDouble<S>());  // double if one of both is
 
 template <typename T, typename G, typename S> struct Args {
   StridedRows<const T> q, k, v, a, b;  // the token stride is not used; a and b: only for Dplr
@@ -60,9 +58,9 @@ template <class Rule, typename R, int BK, int BV> struct Shared {
 };
 
 template <class Rule, typename T, typename G, typename S, int BK, int BV>
-__global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Widest<T, S>, S, BK, BV>)
+__global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S, BK, BV>)
     delta_step(const Args<T, G, S> args) {
-  using R = Widest<T, S>;
+  using R = Wider<T, S>;
   constexpr int LANE_COLUMNS = 16 / sizeof(S), LANES = BV / LANE_COLUMNS, CHANNELS_AT_ONCE = STEP_THREADS / LANES,
                 LANE_CHANNELS = BK > CHANNELS_AT_ONCE ? BK / CHANNELS_AT_ONCE : 1;
   struct alignas(16) Piece {

@@ -110,7 +110,6 @@
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 #include "cards.cuh"
-#include "growth.cuh"
 
 constexpr int COLUMNS = 32;                           // columns of V in one stage of shared memory
 constexpr int STEPS = COLUMNS / 16;                   // matrix products a stage: each contracts 16 columns

@@ -16,6 +16,7 @@
 #include "backward.cuh"
 
 constexpr int CHANNELS = 32;  // channels in shared memory at a time; a warp decays 8 of them
+static_assert(CHANNELS == 8 * WARPS && CHUNK == 16 * WARPS, "a warp has 8 channels, and a block of the diagonal");
 
 // A tile [channel, token]; LD (backward.cuh): the distance of neighbouring channels.
 template <typename Stored> using ChannelTokens = Stored[CHANNELS * LD<Stored, CHUNK>];
@@ -31,6 +32,27 @@ __device__ __forceinline__ void add_scores(float (&d)[2][4], const Stored* queri
   load_left<TRANSPOSED>(a, queries + c * LDT, LDT);
   load_right<AS_STORED>(b, keys + c * LDT, LDT);
   multiply(d, a, b);
+}
+
+// Stores the operands of scores of a lane's two tokens of sub-chunk m, in one channel: the queries and keys, times
+// their factors about the sub-chunk's middle; and, in the tiles of borders, the queries after a border decayed from it,
+// the keys before it decayed to it. start: the queries decayed from the sub-chunk's start; end: the keys decayed to its
+// end; sub_chunk_decays: those of the channel; index: of the tokens in a tile.
+template <class ReadOrder, class Operands>
+__device__ __forceinline__ void put_operands(Operands& to, int index, int m, float2 query, float2 key, float2 start,
+                                             float2 end, const MiddleFactors<ReadOrder>& middle,
+                                             const float (&sub_chunk_decays)[NUM_SUBCHUNKS]) {
+  // The first sub-chunk after the middle of the half that m is in, and after the middle of the chunk.
+  const int after_block = m / 4 * 4 + 2, after_half = NUM_SUBCHUNKS / 2;
+  const auto decayed = [&](int border) {
+    return m < border ? product_over(sub_chunk_decays, m + 1, border) * end
+                      : product_over(sub_chunk_decays, border, m) * start;
+  };
+  put_pair(to.queries + index, middle.queries * query);
+  put_pair(to.keys + index, middle.keys * key);
+  put_pair(to.border8 + index, m % 2 ? start : end);
+  put_pair(to.border16 + index, decayed(after_block));
+  put_pair(to.border32 + index, decayed(after_half));
 }
 
 // A warp's 16 x 16 scores [query, key]: (row, column) is the pair of a block of queries and a block of keys, each 0 to

@@ -37,7 +37,6 @@
 //   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8 sub-chunks; TILE = 64
 #include "gated/backward_scores.cuh"
 #include "cards.cuh"
-#include "growth.cuh"
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k, do_;
@@ -187,17 +186,8 @@ __global__ void __launch_bounds__(
         const MiddleFactors<ReadOrder> middle(decays_of_tokens);
         // The query decayed from its sub-chunk's start, and the key decayed to its end.
         const float2 start = decays.start * query, end = decays.end * key;
-        // The first sub-chunk after the middle of the half that m is in, and after the middle of the chunk.
-        const int block_border = m / 4 * 4 + 2, half_border = NUM_SUBCHUNKS / 2;
         const int index = (warp_channel + g) * LDT + 8 * m + 2 * t;
-        put_pair(s.operands.queries + index, middle.queries * query);
-        put_pair(s.operands.keys + index, middle.keys * key);
-        put_pair(s.operands.border8 + index, m % 2 ? start : end);
-        put_pair(s.operands.border16 + index, m < block_border
-                                                  ? product_over(sub_chunk_decays, m + 1, block_border) * end
-                                                  : product_over(sub_chunk_decays, block_border, m) * start);
-        put_pair(s.operands.border32 + index, m < half_border ? product_over(sub_chunk_decays, m + 1, half_border) * end
-                                                              : product_over(sub_chunk_decays, half_border, m) * start);
+        put_operands(s.operands, index, m, query, key, start, end, middle, sub_chunk_decays);
         put_pair(s.operands.ends + index,
                  product_over(sub_chunk_decays, m + 1, NUM_SUBCHUNKS, TF32_CORRECTION_OF_BOTH<M>) * end);
         if (m % 4 == 3) sum_channels(s.self_scores[warp], self_terms, m - 3);

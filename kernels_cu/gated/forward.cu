@@ -31,9 +31,8 @@
 // State, Output: a lane's numbers of S and o in accumulators; each_number (forward_copies.cuh) finds those of S in
 // memory. state_q, state_k: the chunk's queries and keys, decayed for products with S. s.direct[key][part][query]:
 // scores that no gate multiplies, such as a token's with itself, over each of two parts of the channels. Piece<2, X>:
-// two numbers of a row. PIECE_BYTES = 16, of one copy; UNROLL_ROWS: copies in an unrolled loop. blocks_with_room<S>(n)
-// (cards.cuh): n blocks on a multiprocessor, or as many as its shared memory has room for. shape.count: sequences of a
-// batch row
+// two numbers of a row. blocks_with_room<S>(n) (cards.cuh): n blocks on a multiprocessor, or as many as its shared
+// memory has room for. shape.count: sequences of a batch row
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
@@ -111,10 +110,10 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     const i64 first_token = span.start + token;
     const T *k = args.k.row(b, h, first_token) + args.channel, *v = args.v.row(b, h, first_token) + first_column;
     const T* q = args.q.row(b, h, first_token) + args.channel;
-    if (bytes == 16) {
-      copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, BK, THREADS>(s.k[stage], k, args.k.token_stride, rows, channels);
-      copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, BK, THREADS>(s.q[stage], q, args.q.token_stride, rows, channels);
-      copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, BV, THREADS>(s.v[stage], v, args.v.token_stride, rows, columns);
+    if (bytes == 16) {  // asked once for all three
+      copy_rows<16, BT, BK, THREADS>(s.k[stage], k, args.k.token_stride, rows, channels);
+      copy_rows<16, BT, BK, THREADS>(s.q[stage], q, args.q.token_stride, rows, channels);
+      copy_rows<16, BT, BV, THREADS>(s.v[stage], v, args.v.token_stride, rows, columns);
     } else {
       copy_unaligned_rows<BT, BK, THREADS>(s.k[stage], k, args.k.token_stride, rows, channels, bytes);
       copy_unaligned_rows<BT, BK, THREADS>(s.q[stage], q, args.q.token_stride, rows, channels, bytes);

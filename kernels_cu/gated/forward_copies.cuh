@@ -7,20 +7,18 @@
 // Starts copying a tile [ROWS, COLS], as forward_tiles.cuh lays it out, in pieces of BYTES bytes, for all THREADS
 // threads of the block. from: the tile's first value in memory; stride: the distance of rows. Rows from `rows` on and
 // columns from `width` on become zero. A thread has one column of pieces and every AT_ONCE-th row; if AT_ONCE is a
-// multiple of 8, its pieces have the same place in all of these rows, and `place` is computed once. UNROLL: how far the
-// loop over rows is unrolled.
-constexpr int PIECE_BYTES = 16, UNROLL_ROWS = 8;  // for aligned rows
-template <int BYTES, int UNROLL, int ROWS, int COLS, int THREADS, typename T>
+// multiple of 8, its pieces have the same place in all of these rows, and `place` is computed once.
+template <int BYTES, int ROWS, int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
-  constexpr int AT_ONCE = THREADS / ACROSS;
+  constexpr int AT_ONCE = THREADS / ACROSS, UNROLLED = BYTES == 8 || BYTES == 4 ? 4 : 8;
   static_assert(THREADS % ACROSS == 0);
   const u32 thread = opaque(threadIdx.x), col = thread % ACROSS * PIECE;  // opaque: no register holds it
   const int first_row = thread / ACROSS;
   T* const to = place<COLS>(tile, first_row, col);
   from += first_row * stride + col;
   rows = int(col) < width ? rows - first_row : 0;
-#pragma unroll UNROLL
+#pragma unroll UNROLLED
   for (int down = 0; down < ROWS; down += AT_ONCE) {
     if (ROWS % AT_ONCE && first_row + down >= ROWS) break;
     T* const row = AT_ONCE % 8 ? place<COLS>(tile, first_row + down, col) : to + down * COLS;
@@ -32,9 +30,15 @@ __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, in
 // As copy_rows, for rows that are multiples of `bytes` only: 8, 4, or one number. They are rare: not inlined.
 template <int ROWS, int COLS, int THREADS, typename T>
 __device__ __noinline__ void copy_unaligned_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
-  if (bytes == 8) copy_rows<8, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
-  else if (bytes == 4) copy_rows<4, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
-  else copy_rows<sizeof(T), 8, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
+  if (bytes == 8) copy_rows<8, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
+  else if (bytes == 4) copy_rows<4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
+  else copy_rows<sizeof(T), ROWS, COLS, THREADS>(tile, from, stride, rows, width);
+}
+// copy_rows for rows that start on multiples of `bytes` bytes and are multiples long: 16, 8, 4 or one number.
+template <int ROWS, int COLS, int THREADS, typename T>
+__device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
+  if (bytes == 16) copy_rows<16, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
+  else copy_unaligned_rows<ROWS, COLS, THREADS>(tile, from, stride, rows, width, bytes);
 }
 
 // A lane's numbers of the state, transposed: accumulators [16 columns of the warp, 8 channels], BK / 8 times. With g =

@@ -50,6 +50,7 @@
 #include "decays.cuh"
 #include "gated/forward_storage.cuh"
 #include "growth.cuh"
+#include "lanes.cuh"
 
 // Share n of the warp: a span (its number in the chunk) with all channels, or, if BK = 128 and there are fewer spans
 // than warps, with half of them. A warp has SHARES_PER_WARP shares, one after the other. If BK is 64 and there are two
@@ -238,16 +239,8 @@ __device__ __forceinline__ void multiply_channels(float (&y)[LANE_CHANNELS], con
 
 // Sums each of a lane's 4 values over LANES neighbouring lanes. Lane l returns the sum of value l % 4, x[l % 4].
 template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[SPAN]) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int half = 2; half > 0; half /= 2) {
-    const bool upper = lane & half;
-#pragma unroll
-    for (int n = 0; n < half; ++n) {
-      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], half);
-      x[n] = (upper ? x[n + half] : x[n]) + other;
-    }
-  }
+  exchange_and_add_halves<2>(x, 2, threadIdx.x & 2);
+  exchange_and_add_halves<1>(x, 1, threadIdx.x & 1);
   float sum = x[0];
 #pragma unroll
   for (int distance = 4; distance < LANES; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);

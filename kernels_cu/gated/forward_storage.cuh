@@ -9,6 +9,7 @@
 //           with its own: only the border in the middle of a sub-chunk has such tokens
 // limits    BK and BV of 64, 128, BV also of 256
 #include "gated/forward_tiles.cuh"
+#include "growth.cuh"
 #include "tensor.cuh"
 
 // One launch computes whole sequences.
@@ -28,7 +29,7 @@ struct SegmentState : SinglePass {
 };
 
 constexpr int STAGES = 2;  // chunks of inputs in shared memory: the current one, and the next one, being copied
-constexpr int SUB_CHUNK = 8, SPAN = 4;  // tokens of a sub-chunk; tokens of a span, half a sub-chunk
+constexpr int SPAN = SUB_CHUNK / 2;  // tokens: operands about a sub-chunk's middle are made by spans
 template <typename T> constexpr int CHUNK = 64 / sizeof(typename OperandOf<T>::Type);  // tokens: 32, or 16 of floats
 
 // The number of blocks whose registers a multiprocessor holds at once. A block has 2 BV threads: 256 / BV blocks have

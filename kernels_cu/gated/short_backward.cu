@@ -45,6 +45,7 @@ constexpr int ROW = TOKENS + 4;
 constexpr int MOST_GATED = THREADS * ROW;  // channels, or columns, for whose runs limit_growth has room in `queries`
 static_assert(THREADS >= TOKENS && THREADS % COLUMNS == 0,
               "a thread sets each shift, and threads share columns evenly");
+static_assert(TOKENS == 16 && WARPS == 4, "add_scores halves 16 scores over the lanes; four warps' sums are named");
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k, v, do_;

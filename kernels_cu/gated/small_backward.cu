@@ -54,6 +54,7 @@ template <typename T, typename G> struct Args {
 
 template <int D> constexpr int LANES = D * D / NUMBERS;  // lanes of a head
 static_assert(LANES<8> * 8 == 32 && LANES<16> * 2 == 32, "a warp has whole heads");
+static_assert(NUMBERS % 16 == 0, "a lane has whole rows of a head's state");
 
 // The base's tile gv is overwritten by dgv.
 template <typename T, typename G, int D, bool GATED> struct Stage : ColumnGates<Tile<G, D, LANES<D>>, GATED> {

@@ -20,6 +20,8 @@ template <typename E, int D, int LANES, int TOKENS = STEP> struct alignas(16) Ti
   static constexpr int HEADS = 32 / LANES, PIECE = 16 / sizeof(E), PIECES = D / PIECE;
   static constexpr int ROWS_AT_ONCE = LANES / PIECES, LANE_PIECES = TOKENS / ROWS_AT_ONCE;
   static constexpr int ROWS = TOKENS, ROW_STRIDE = HEADS * D;  // tokens; the distance of a head's rows in x
+  static_assert(ROWS_AT_ONCE * PIECES == LANES && LANE_PIECES * ROWS_AT_ONCE == TOKENS, "lanes share pieces evenly");
+  static_assert((HEADS - 1) * PIECES / 8 < PIECES, "`place` swaps pieces within a row");
   E x[TOKENS * HEADS * D];
 
   // The index of a number in x.

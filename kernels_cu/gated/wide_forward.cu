@@ -15,9 +15,8 @@
 // limits    bfloat16; K up to 128 TILES
 //
 // Names. WIDE = 128: channels of a tile; TILE_SIZE: numbers of a tile [CHUNK = 32 tokens, WIDE]; SCORES: numbers of a
-// chunk's scores, whose layout is WideScores; STAGES = 2: chunks in shared memory. copy_tile, copy_rows and
-// copy_unaligned_rows start copies of neighbouring numbers, or of rows (PIECE_BYTES = 16 at a time, UNROLL_ROWS times
-// without a loop); rows after the end become 0.
+// chunk's scores, whose layout is WideScores; STAGES = 2: chunks in shared memory. copy_tile and fetch_rows start
+// copies of neighbouring numbers, and of rows; rows after the end become 0.
 // With g = lane / 4, t = lane % 4 a lane has, of its warp's 16 columns: State, S[n][2h + p], column g + 8h, channel
 // 8n + 2t + p; Output, o[m][side][2h + p], token 16m + 8h + g, column 8 side + 2t + p. Piece<4, T>: four numbers of a
 // row. chunks_of: a sequence's chunks in its batch row. opaque: keeps the compiler from holding addresses in registers
@@ -93,8 +92,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
     copy_tile<SCORES, THREADS>(to.scores, args.scores + row * SCORES);
     copy_tile<TILES * WIDE, THREADS>(to.decays, args.decays + row * TILES * WIDE);
     const T* v = args.v.row(b, h, token) + first_column;
-    if (bytes == 16) copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, BV, THREADS>(to.v, v, args.v.token_stride, rows, columns);
-    else copy_unaligned_rows<BT, BV, THREADS>(to.v, v, args.v.token_stride, rows, columns, bytes);
+    fetch_rows<BT, BV, THREADS>(to.v, v, args.v.token_stride, rows, columns, bytes);
   };
 
   const int count = int(chunks.stop - chunks.start);

@@ -21,8 +21,8 @@
 //     coord.channel on; coord.row(i): its token i in the chunk
 //   load_gates, compute_span_decay, store_decay: a lane's gates, the decay over their span, its place in shared memory;
 //     any_gate_too_large: whether a gate is above GROWTH or NaN; make_operands: stores queries and keys, decayed
-//   copy_rows, fetch_gates: start copies, of rows and of a lane's gates; ..unaligned..: of rows that are not multiples
-//     of 16 bytes
+//   copy_rows, fetch_chunk_gates: start copies, of rows and of a thread's gates; copy_unaligned_rows: of rows that are
+//     not multiples of 16 bytes
 //   ScoreTask (forward_products.cuh): the 16 queries and 8 keys whose scores a warp computes; score_task computes them,
 //     put_scores stores them in s.A
 #include "read_order.cuh"
@@ -62,25 +62,17 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   // a thread copies those that it alone reads.
   const auto fetch = [&](int tile, int stage) {
     const int channel = tile * WIDE, channels = int(min(shape.K - channel, i64(WIDE)));
-    if (bytes == 16) {
-      copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.token_stride, rows,
-                                                             channels);
-      copy_rows<PIECE_BYTES, UNROLL_ROWS, BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.token_stride, rows,
-                                                             channels);
+    if (bytes == 16) {  // asked once for both
+      copy_rows<16, BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.token_stride, rows, channels);
+      copy_rows<16, BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.token_stride, rows, channels);
     } else {
       copy_unaligned_rows<BT, WIDE, THREADS>(s.k[stage], k + channel, args.k.token_stride, rows, channels, bytes);
       copy_unaligned_rows<BT, WIDE, THREADS>(s.q[stage], q + channel, args.q.token_stride, rows, channels, bytes);
     }
   };
   const auto fetch_gates_of = [&](int tile) {
-    const Share coord(0);
-    const int channel = tile * WIDE + coord.channel, channels = int(min(shape.K - channel, i64(WIDE)));
-    const G* from = g + coord.row(0) * args.g.token_stride + channel;
-    if (bytes >= Share::LANE_CHANNELS * int(sizeof(G)))
-      fetch_gates<WIDE>(s.gates, coord, from, args.g.token_stride, rows - coord.row(0), channels);
-    else
-      fetch_unaligned_gates<WIDE, Share::LANE_CHANNELS>(s.gates + coord.row(0) * WIDE + coord.channel, from,
-                                                        args.g.token_stride, rows - coord.row(0), channels);
+    const int channel = tile * WIDE, channels = int(min(shape.K - channel, i64(WIDE)));
+    fetch_chunk_gates<Share, WIDE>(s.gates, args.g, b, h, span.start, rows, channel, channels, bytes);
   };
 
   for (int index = threadIdx.x; index < SCORES; index += THREADS) s.A[index] = from_float<T>(0.f);

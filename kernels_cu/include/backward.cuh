@@ -5,12 +5,13 @@
 //           states [direction, B, heads, NC, tiles of K, tiles of V, 8, 8, 8, 8]: 64 x 64 in matrices of 8 x 8
 #include "decays.cuh"
 #include "fragments.cuh"
+#include "growth.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int CHUNK = 64, SUB_CHUNK = 8, NUM_SUBCHUNKS = CHUNK / SUB_CHUNK;  // tokens; sub-chunks a chunk
-constexpr int TILE = 64;  // channels and columns of a tile of a state
+constexpr int CHUNK = 64, NUM_SUBCHUNKS = CHUNK / SUB_CHUNK;  // tokens; sub-chunks of a chunk
+constexpr int TILE = 64;                                      // channels and columns of a tile of a state
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 
 // The distance, in numbers, of the rows of a tile [rows, COLS] in shared memory: PAD more than COLS, so that loads by
@@ -30,6 +31,7 @@ __device__ __forceinline__ void fetch_rows(T* s, const StridedRows<const T>& x, 
   const int columns = width - column < COLS ? int(width - column) : COLS;
   if (vectors) {
     constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS / ACROSS;
+    static_assert(THREADS % ACROSS == 0 && ROWS % DOWN == 0 && LD * sizeof(T) % 16 == 0, "whole rounds of pieces");
     const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
     const bool exists = rows > 0 && col < columns;
     const T* from = x.row(batch, head, exists ? first_row + row : 0) + (exists ? column + col : 0);
@@ -62,6 +64,7 @@ __device__ __forceinline__ void store_rows(const StridedRows<T>& x, const T* s, 
   const int columns = width - column < COLS ? int(width - column) : COLS;
   if (vectors) {
     constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS / ACROSS;
+    static_assert(THREADS % ACROSS == 0 && ROWS % DOWN == 0 && LD * sizeof(T) % 16 == 0, "whole rounds of pieces");
     const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
     T* to = x.row(batch, head, first_row + row) + column + col;
 #pragma unroll

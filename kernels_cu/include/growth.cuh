@@ -16,8 +16,9 @@
 // tokens of a sub-chunk: so at most e^-10 of a token passes a reset.
 constexpr float GROWTH = 1.f;
 
-constexpr int SUBCHUNK = 8;                           // tokens of a sub-chunk
-constexpr int PAIRS = SUBCHUNK * (SUBCHUNK - 1) / 2;  // of a query and a key before it
+constexpr int SUB_CHUNK = 8;  // tokens of a sub-chunk; decays.cuh gives each of four lanes two of them
+constexpr int PAIRS = SUB_CHUNK * (SUB_CHUNK - 1) / 2;  // of a query and a key before it
+static_assert(PAIRS <= 32, "a lane computes the score of each");
 
 // The n-th pair of a query and an earlier key of a sub-chunk: (1, 0), (2, 0), (2, 1), (3, 0), ...
 struct TokenPair {
@@ -36,7 +37,7 @@ template <class ReadOrder, typename T, typename G>
 __device__ __noinline__ float score_of_pair(const T* q, const T* k, const G* g, i64 q_stride, i64 k_stride,
                                             i64 g_stride, int rows, int channels) {
   const TokenPair pair = pair_of(threadIdx.x & 31);
-  if (pair.query >= rows || pair.query >= SUBCHUNK) return 0.f;
+  if (pair.query >= rows || pair.query >= SUB_CHUNK) return 0.f;
   const int gates = pair.query - pair.key - ReadOrder::reads_before_write;
   q += pair.query * q_stride, k += pair.key * k_stride, g += (pair.key + 1) * g_stride;
   float sum = 0.f;
@@ -45,7 +46,7 @@ __device__ __noinline__ float score_of_pair(const T* q, const T* k, const G* g, 
     float between = 0.f;  // nats
     const G* gate = g + c;
 #pragma unroll
-    for (int m = 0; m + 1 < SUBCHUNK; ++m, gate += g_stride)
+    for (int m = 0; m + 1 < SUB_CHUNK; ++m, gate += g_stride)
       if (m < gates) between += to_float(*gate);
     sum = fmaf(to_float(q[c]) * decay_of(between), to_float(k[c]), sum);
   }
@@ -63,7 +64,7 @@ __device__ __forceinline__ PairGradients gradients_of_pairs(int t, Query q, Key 
   PairGradients sums = {};
   float decay = 1.f;  // over the tokens after t up to i (RWKV-6: to i - 1)
 #pragma unroll 1
-  for (int i = t + 1; i < SUBCHUNK; ++i) {
+  for (int i = t + 1; i < SUB_CHUNK; ++i) {
     if (INCLUSIVE) decay *= a(i);
     sums.dk = fmaf(dA(i, t), decay * q(i), sums.dk);
     if (!INCLUSIVE) decay *= a(i);
@@ -77,7 +78,7 @@ __device__ __forceinline__ PairGradients gradients_of_pairs(int t, Query q, Key 
     float later = decay_of_t;  // over tokens t to i (RWKV-6: to i - 1)
     if (INCLUSIVE) sums.dg = fmaf(dA(t, j), later * q(t) * key, sums.dg);
 #pragma unroll 1
-    for (int i = t + 1; i < SUBCHUNK; ++i) {
+    for (int i = t + 1; i < SUB_CHUNK; ++i) {
       if (INCLUSIVE) later *= a(i);
       sums.dg = fmaf(dA(i, j), later * q(i) * key, sums.dg);
       if (!INCLUSIVE) later *= a(i);

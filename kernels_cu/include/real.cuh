@@ -6,6 +6,8 @@
 template <typename T> constexpr bool IS_DOUBLE = false;
 template <> constexpr bool IS_DOUBLE<double> = true;
 template <typename T> using FloatOrDouble = Select<IS_DOUBLE<T>, double, float>;
+// double if numbers of either type are computed in it, else float.
+template <typename A, typename B> using Wider = Select<IS_DOUBLE<A> || IS_DOUBLE<B>, double, float>;
 
 template <typename T> __device__ __forceinline__ FloatOrDouble<T> widened(T x) { return to_float(x); }
 template <> __device__ __forceinline__ double widened(double x) { return x; }

@@ -22,9 +22,6 @@
 
 constexpr int BV = 64;
 template <typename S> constexpr int WARPS = 2 * sizeof(S);
-// The type of the arithmetic, for data T and states S: double if one of them is, else float. Gates G do not
-// decide: they are float64 only if T is.
-template <typename T, typename S> using Wider = decltype(FloatOrDouble<T>() + FloatOrDouble<S>());
 // The least number of blocks on a multiprocessor: the compiler gives a thread no more registers than that allows.
 // Without this bound it orders the loads of a half-precision state so that they take a sixth longer. From sm_100 on
 // five blocks spill registers; a float32 state has no bound (0) there, since even three would.
@@ -82,6 +79,9 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
   // rows at once, and so a lane LANE_CHANNELS rows, ROWS apart.
   constexpr int LANE_PIECES = PIECE * 32 < BV ? BV / (PIECE * 32) : 1, ROW_LANES = BV / (PIECE * LANE_PIECES),
                 ROWS = 32 / ROW_LANES, LANE_CHANNELS = CHANNELS / ROWS;
+  static_assert(ROW_LANES * PIECE * LANE_PIECES == BV && ROWS * ROW_LANES == 32 && LANE_CHANNELS * ROWS == CHANNELS,
+                "a warp's lanes have all of its channels and columns");
+  static_assert(CHANNELS <= 32, "each of the warp's channels is loaded by a lane");
   const int lane = threadIdx.x % 32, row = lane / ROW_LANES, first_column = lane % ROW_LANES * PIECE, K = int(args.K);
   const i64 column = tile_column + first_column, channel_stride = ROWS * args.state.token_stride;
   const auto column_exists = [&](int m) { return column + m * 32 * PIECE < args.V; };
@@ -135,11 +135,12 @@ __device__ __forceinline__ void apply_token(Wider<T, S>* part, const Args<T, G, 
     }
 }
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q, k, v and o; G: that of g; S:
-// that of the stored state.
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q, k, v and o; G: that of g,
+// float64 only if T is; S: that of the stored state. Wider<T, S> (real.cuh): the type of the arithmetic.
 template <class ReadOrder, typename T, typename G, typename S>
 __global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<Wider<T, S>, S>) recurrent_step(const Args<T, G, S> args) {
   using R = Wider<T, S>;
+  static_assert(32 * WARPS<S> >= BV, "a thread adds the warps' sums of each column");
   R(*parts)[BV] = reinterpret_cast<R(*)[BV]>(dynamic_smem());
   const u32 tiles = u32((args.V + BV - 1) / BV), H = u32(args.H), head = blockIdx.x / tiles, h = head % H, b = head / H;
   const i64 tile_column = blockIdx.x % tiles * BV;

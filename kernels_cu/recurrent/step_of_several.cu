@@ -32,10 +32,7 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
-// The largest number of pending tokens; and the type of the arithmetic: double if the data or the state are, else
-// float.
-constexpr int TOKENS = 8;
-template <typename T, typename S> using Widest = decltype(FloatOrDouble<T>() + FloatOrDouble<S>());
+constexpr int TOKENS = 8;  // the largest number of pending tokens
 
 // The rule: a recurrence, here or in delta/tokens.cuh (GatedDelta, Kda, Dplr). channel_gates: a gate for each channel,
 // otherwise one for all; own_erasure: it erases with vectors a and b, not with k.
@@ -56,9 +53,9 @@ template <typename T, typename G, typename S> struct Args {
   StridedRows<const T> q, k, v, a, b;  // a and b: only for Dplr
   StridedRows<const G> g, beta;        // beta: only for GatedDelta and Kda
   StridedRows<T> o;
-  const Widest<T, S>* bonus;  // only for BeforeWrite
-  StridedRows<S> state;       // rows are channels of K
-  StridedRows<Widest<T, S>> pending;
+  const Wider<T, S>* bonus;  // only for BeforeWrite
+  StridedRows<S> state;      // rows are channels of K
+  StridedRows<Wider<T, S>> pending;
   const i64* slots;     // null: sequence b has state b
   const i64* accepted;  // null: no token was accepted
   i64 H, T_, K, V;      // H: heads of values; T_: tokens of this call
@@ -83,10 +80,11 @@ template <class Rule, typename R, int BK, int BV> struct Shared {
   R beta[TOKENS], weights[KEYS<Rule>][TOKENS];  // weights: q . k (BeforeWrite: q . diag(bonus) k) and q . b
 };
 
-// T: the type of q, k, v, a, b and o; G: that of g and beta; S: that of the stored state; R: that of the arithmetic.
+// T: the type of q, k, v, a, b and o; G: that of g and beta; S: that of the stored state. R, the type of the
+// arithmetic: Wider<T, S> (real.cuh).
 template <class Rule, typename T, typename G, typename S, int BK>
-__global__ void __launch_bounds__(THREADS_OF<Widest<T, S>, BK>, 1) recurrent_step_of_several(const Args<T, G, S> args) {
-  using R = Widest<T, S>;
+__global__ void __launch_bounds__(THREADS_OF<Wider<T, S>, BK>, 1) recurrent_step_of_several(const Args<T, G, S> args) {
+  using R = Wider<T, S>;
   constexpr int BV = COLUMNS<R, BK>, BLOCK = THREADS_OF<R, BK>, BLOCK_WARPS = BLOCK / 32, LANE_COLUMNS = 16 / sizeof(S),
                 LANES = BV / LANE_COLUMNS, CHANNELS_AT_ONCE = BLOCK / LANES, LANE_CHANNELS = BK / CHANNELS_AT_ONCE;
   // LANES neighbouring threads have the BV columns of one channel.

@@ -13,14 +13,15 @@ constexpr int THREADS = 128;  // of a block: all of them call copy_tile together
 template <typename T, int COLS> constexpr int LD = COLS + (sizeof(T) == 2 ? 8 : 4);
 
 // Starts to copy a tile [ROWS, COLS], in pieces of BYTES bytes, from rows of `width` numbers, which are `stride` apart;
-// zeros from row `rows` and column `width` on. from, `stride` and `width` are multiples of BYTES bytes. ROWS is a
-// multiple of DOWN, and COLS of a piece; ACROSS, the pieces of a row, divides THREADS, or is larger. Pieces of 4 bytes
-// or more are copied in the background, smaller ones at once: callers of both commit the group, wait for it, and have a
-// barrier. A thread has one column of pieces, or every THREADS-th one, and every DOWN-th row. LD: the tile's rows'
-// distance, a multiple of BYTES bytes, which callers give as LD<T, COLS> above.
+// zeros from row `rows` and column `width` on. from, `stride` and `width` are multiples of BYTES bytes. Pieces of 4
+// bytes or more are copied in the background, smaller ones at once: callers of both commit the group, wait for it, and
+// have a barrier. A row has ACROSS pieces. A thread has one column of pieces, or every THREADS-th one, and every
+// DOWN-th row. LD: the distance of the tile's rows, which callers give as LD<T, COLS> above.
 template <int BYTES, int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS < ACROSS ? 1 : THREADS / ACROSS;
+  static_assert(COLS % PIECE == 0 && ROWS % DOWN == 0 && LD * sizeof(T) % BYTES == 0, "whole pieces, and whole rounds");
+  static_assert(THREADS % ACROSS == 0 || ACROSS % THREADS == 0, "a thread has one column of pieces in each round");
   const u32 thread = opaque(threadIdx.x);  // opaque: computed again, not held in a register
   const int row = thread / ACROSS;
   rows -= row;

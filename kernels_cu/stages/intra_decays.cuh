@@ -19,9 +19,8 @@
 //   ReadOrder::reads_before_write: RWKV-6, whose queries read before their token's write; else GLA
 //   LEAST_DECAY: e^-20; inverse(x): 1 / x
 
-constexpr int WARP_ROWS = 16;                       // tokens of a warp, whose queries are its rows of A
-constexpr int SUB_CHUNK = 8, HALF = SUB_CHUNK / 2;  // tokens of a sub-chunk, and on each side of its middle
-static_assert(SUB_CHUNK == SUBCHUNK, "score_of_pair (growth.cuh) numbers the pairs of these tokens");
+constexpr int WARP_ROWS = 16;        // tokens of a warp, whose queries are its rows of A
+constexpr int HALF = SUB_CHUNK / 2;  // tokens on each side of a sub-chunk's middle
 
 // The distance of rows of BK channels in floats: tensor cores' loads of pairs then touch every bank once.
 template <int BK> constexpr int ROW = BK + 8;

@@ -44,7 +44,6 @@
 //   tokens_at           an array's rows in memory; growth_of: the largest sum of positive gates
 #include "gated/backward_scores.cuh"
 #include "value_gate/by_token.cuh"
-#include "growth.cuh"
 
 template <typename T, typename G, typename Stored> struct Args {
   StridedRows<const T> q, k;
@@ -144,17 +143,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         const MiddleFactors<AfterWrite> middle(token_decays);
         // The queries decayed from their sub-chunk's start, and the keys decayed to its end.
         const float2 start = decays.start * query, end = decays.end * key;
-        // The first sub-chunk after a border: quarter_end after the one in the middle of the half that m is in,
-        // half_end after the one in the middle of the chunk.
-        const int index = (warp_channel + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2,
-                  half_end = NUM_SUBCHUNKS / 2;
-        put_pair(s.queries + index, middle.queries * query);
-        put_pair(s.keys + index, middle.keys * key);
-        put_pair(s.border8 + index, m % 2 ? start : end);
-        put_pair(s.border16 + index, m < quarter_end ? product_over(sub_chunk_decays, m + 1, quarter_end) * end
-                                                     : product_over(sub_chunk_decays, quarter_end, m) * start);
-        put_pair(s.border32 + index, m < half_end ? product_over(sub_chunk_decays, m + 1, half_end) * end
-                                                  : product_over(sub_chunk_decays, half_end, m) * start);
+        put_operands(s, (warp_channel + g) * LDT + 8 * m + 2 * t, m, query, key, start, end, middle, sub_chunk_decays);
         put_tokens(s.starts, m, product_over(sub_chunk_decays, 0, m) * start);
         put_tokens(s.ends, m, product_over(sub_chunk_decays, m + 1, NUM_SUBCHUNKS) * end);
       }

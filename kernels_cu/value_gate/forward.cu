@@ -36,7 +36,7 @@
 //
 // From the includes:
 //   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o in accumulators
-//   copy_rows, copy_unaligned_rows: rows from memory to a tile; RESIDENT: how many blocks a multiprocessor is to have;
+//   fetch_rows: starts copying rows from memory to a tile; RESIDENT: how many blocks a multiprocessor is to have;
 //     blocks_with_room: so many, if its shared memory has room
 //   WarpShare: a share of a warp, a span of 4 tokens; CHANNEL_PARTS: how many warps share its channels
 //   fetch_chunk_gates: starts copying a thread's gates; store_span_decays: stores the decays of spans, and returns
@@ -78,14 +78,6 @@ template <typename T, typename G> struct Args {
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
   i64 bytes;               // the largest of 16, 8, 4 and 2 of which all rows' starts and lengths are multiples
 };
-
-// Starts to copy a chunk's rows to a tile [chunk, COLS] in pieces of `bytes`; zeros from row `rows` and column `width`
-// on. stride: the distance of rows in memory.
-template <int COLS, int THREADS, typename T, typename E>
-__device__ __forceinline__ void fetch_rows(E* tile, const E* from, i64 stride, int rows, int width, int bytes) {
-  if (bytes == 16) copy_rows<16, 8, CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width);
-  else copy_unaligned_rows<CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width, bytes);
-}
 
 // Stores a warp's 16 columns of a chunk, from `column` on of a tile [ROWS, COLS], if rows are not multiples of 16
 // bytes. `to`: of the first row and column; rows, columns: how many exist. Not inlined, since it is rare.
@@ -152,13 +144,13 @@ __global__ void __launch_bounds__(2 * BV,
   const auto fetch = [&](int token, int stage) {
     const int rows = tokens - token;
     const i64 first_token = span.start + token;
-    fetch_rows<BK, THREADS, T>(s.k[stage], args.k.row(b, h, first_token) + args.channel, args.k.token_stride, rows,
-                               channels, bytes);
+    fetch_rows<BT, BK, THREADS>(s.k[stage], args.k.row(b, h, first_token) + args.channel, args.k.token_stride, rows,
+                                channels, bytes);
     if constexpr (HAS_OUTPUTS)
-      fetch_rows<BK, THREADS, T>(s.q[stage], args.q.row(b, h, first_token) + args.channel, args.q.token_stride, rows,
-                                 channels, bytes);
-    fetch_rows<BV, THREADS, T>(s.v[stage], args.v.row(b, h, first_token) + v_tile, args.v.token_stride, rows, columns,
-                               bytes);
+      fetch_rows<BT, BK, THREADS>(s.q[stage], args.q.row(b, h, first_token) + args.channel, args.q.token_stride, rows,
+                                  channels, bytes);
+    fetch_rows<BT, BV, THREADS>(s.v[stage], args.v.row(b, h, first_token) + v_tile, args.v.token_stride, rows, columns,
+                                bytes);
   };
   // Starts to copy the channels' gates of that chunk. A thread copies those that it alone reads: no barrier is needed.
   const auto fetch_next_gates = [&](int token) {
@@ -183,8 +175,8 @@ __global__ void __launch_bounds__(2 * BV,
     // columns, and its outputs in the other stage of v, may be overwritten.
     grows = __syncthreads_or(grows);
     const bool more = token + BT < tokens;
-    fetch_rows<BV, THREADS, T>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.token_stride,
-                               tokens - token, columns, bytes);
+    fetch_rows<BT, BV, THREADS>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.token_stride,
+                                tokens - token, columns, bytes);
     cp_async_commit();
     if (more) fetch(token + BT, stage ^ 1);
     // Stores the decayed queries and keys, and s.decay, the channels' decays over the chunk (forward_operands.cuh).
