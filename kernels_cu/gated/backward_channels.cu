@@ -259,6 +259,7 @@ struct ChannelTile {
 };
 
 constexpr int HALF = NUM_SUBCHUNKS / 2;  // sub-chunks of half a chunk: 4, of 8 tokens
+static_assert(BLOCKS == 4 && HALF == 4, "row_of, and the borders of HalfChunk, are written for these");
 
 // Terms of dg of one channel of this lane, for each sub-chunk of half a chunk. `within`: for the gates of this lane's
 // two tokens, the terms whose query or key is in the gates' own sub-chunk. `across`: the terms that all gates of that

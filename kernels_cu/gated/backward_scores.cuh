@@ -16,7 +16,7 @@
 #include "backward.cuh"
 
 constexpr int CHANNELS = 32;  // channels in shared memory at a time; a warp decays 8 of them
-static_assert(CHANNELS == 8 * WARPS && CHUNK == 16 * WARPS, "a warp has 8 channels, and a block of the diagonal");
+static_assert(CHANNELS == 8 * WARPS);
 
 // A tile [channel, token]; LD (backward.cuh): the distance of neighbouring channels.
 template <typename Stored> using ChannelTokens = Stored[CHANNELS * LD<Stored, CHUNK>];

@@ -53,7 +53,7 @@
 
 constexpr int STEP = 32, STEP_SUBS = STEP / SUB_CHUNK;  // tokens of a step, and its sub-chunks
 constexpr int STEPS_WORTH_READING = 16;  // a shorter segment is walked whole, without a look at its gates
-static_assert(TILE == 16 * WARPS);       // channels of a block
+static_assert(CHUNK == 2 * STEP, "a chunk has two steps");
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k, v, do_;

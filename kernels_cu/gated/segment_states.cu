@@ -104,7 +104,7 @@ __device__ __noinline__ void copy_unaligned_rows(Tile<T, E, COLS>& to, const E* 
 template <int THREADS, typename T, typename E, int COLS> struct StepCopier {
   using Columns = Tile<T, E, COLS>;
   static constexpr int ACROSS = COLS / Columns::PIECE, AT_ONCE = THREADS / ACROSS;
-  static_assert(AT_ONCE % LANE_TOKENS<T> == 0);
+  static_assert(AT_ONCE % LANE_TOKENS<T> == 0 && STEP<T> % AT_ONCE == 0, "a thread's rows are in the same place");
   const E* from;
 
   __device__ __forceinline__ static int row() { return threadIdx.x / ACROSS; }

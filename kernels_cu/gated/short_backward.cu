@@ -262,6 +262,7 @@ __device__ __forceinline__ Sums sum_over_tokens(const float (&q)[TOKENS], const 
 template <class ReadOrder, typename T, typename G, bool GATED>
 __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(const Args<T, G> args) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
+  static_assert(!(GATED && BEFORE), "a query reads the column gate of its own token, which RWKV-6's does not");
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 h = blockIdx.x % shape.H, n = blockIdx.x / shape.H, K = shape.K, V = shape.V;

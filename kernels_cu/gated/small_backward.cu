@@ -134,6 +134,7 @@ template <class ReadOrder, typename T, typename G, int D, bool GATED>
 __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args<T, G> args) {
   constexpr int ROWS = NUMBERS / D, LANE_COLUMNS = D / LANES<D>;  // of a lane: channels of the state, columns of dv
   constexpr bool BEFORE = ReadOrder::reads_before_write;
+  static_assert(!(GATED && BEFORE), "columns have gates in GLA only");
   using Inputs = Tile<T, D, LANES<D>>;
   const int warp = threadIdx.x >> 5;
   auto& s = reinterpret_cast<Shared<T, G, D, GATED>*>(dynamic_smem())->warps[warp];

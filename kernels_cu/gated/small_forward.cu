@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
     gated_small_forward(const Args<T, G> args) {
   constexpr int LANES = D / 2;
   constexpr bool BEFORE = ReadOrder::reads_before_write;
+  static_assert(!(GATED && BEFORE), "columns have gates in GLA only");
   using Inputs = Tile<T, D, LANES>;
   const int warp = threadIdx.x >> 5;
   auto& s = reinterpret_cast<Shared<T, G, D, GATED>*>(dynamic_smem())->warps[warp];

@@ -63,6 +63,7 @@ template <class ReadOrder, typename T, typename G, int D, bool GATED>
 __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 3)
     gated_small_states(const Args<T, G> args) {
   constexpr int LANES = D / 2;
+  static_assert(!(GATED && ReadOrder::reads_before_write), "columns have gates in GLA only");
   using Inputs = Tile<T, D, LANES>;
   const int warp = threadIdx.x >> 5;
   auto& s = reinterpret_cast<Shared<T, G, D, GATED>*>(dynamic_smem())->warps[warp];

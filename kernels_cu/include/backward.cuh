@@ -13,6 +13,7 @@
 constexpr int CHUNK = 64, NUM_SUBCHUNKS = CHUNK / SUB_CHUNK;  // tokens; sub-chunks of a chunk
 constexpr int TILE = 64;                                      // channels and columns of a tile of a state
 constexpr int THREADS = 128, WARPS = THREADS / 32;
+static_assert(CHUNK == 16 * WARPS && TILE == 16 * WARPS, "a warp has 16 tokens of a chunk, or 16 channels of a tile");
 
 // The distance, in numbers, of the rows of a tile [rows, COLS] in shared memory: PAD more than COLS, so that loads by
 // ldmatrix, and of pairs, touch every bank once.

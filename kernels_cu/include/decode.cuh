@@ -93,6 +93,7 @@ template <typename X> __device__ __forceinline__ void store2(X* to, float2 x) {
 __device__ __forceinline__ float4 load4(const float* x) { return *reinterpret_cast<const float4*>(x); }
 
 template <typename X> __device__ __forceinline__ float4 load4(const X* x) {
+  static_assert(sizeof(X) == 2);
   const uint2 both = *reinterpret_cast<const uint2*>(x);
   return {to_float(X{u16(both.x)}), to_float(X{u16(both.x >> 16)}), to_float(X{u16(both.y)}),
           to_float(X{u16(both.y >> 16)})};
@@ -161,6 +162,7 @@ template <typename X, int TERMS = 1> __device__ __forceinline__ float relu_squar
 
 // Stores x, or four neighbouring numbers, as TERMS terms; `apart`: the distance of the terms' arrays.
 template <int TERMS, typename X> __device__ __forceinline__ void store_terms(X* to, i64 apart, float x) {
+  static_assert(sizeof(X) == 2 || TERMS == 1, "float32 numbers need no second term");
 #pragma unroll
   for (int term = 0; term < TERMS; ++term, to += apart) {
     const float unit = unit_of_term<X, TERMS>(term);
@@ -171,6 +173,7 @@ template <int TERMS, typename X> __device__ __forceinline__ void store_terms(X* 
 }
 
 template <int TERMS, typename X> __device__ __forceinline__ void store4_terms(X* to, i64 apart, float4 x) {
+  static_assert(sizeof(X) == 2 || TERMS == 1, "float32 numbers need no second term");
 #pragma unroll
   for (int term = 0; term < TERMS; ++term, to += apart) {
     const float unit = unit_of_term<X, TERMS>(term), inverse = 1.f / unit;

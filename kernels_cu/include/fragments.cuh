@@ -51,6 +51,7 @@ __device__ __forceinline__ float2 unpack(u32 two, f16) {
 // word of two 16-bit numbers, followed by a value of their type.
 template <bool SPLIT, typename Stored, int N> struct Pairs;
 template <int N> struct Pairs<UNSPLIT, bf16, N> {
+  static constexpr bool IS_BF16 = true;
   u32 words[N];
 
   __device__ __forceinline__ void set(int p, float2 x) { words[p] = pack<bf16>(x.x, x.y); }
@@ -59,6 +60,7 @@ template <int N> struct Pairs<UNSPLIT, bf16, N> {
   __device__ __forceinline__ float2 get(int p) const { return unpack(words[p], bf16{}); }
 };
 template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
+  static constexpr bool IS_BF16 = false;
   u32 high[2 * N], low[SPLIT ? 2 * N : 1];
 
   __device__ __forceinline__ void set(int i, float x) {
@@ -160,7 +162,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const Pairs<UNSPLIT, bf1
 // d[0] += a b[0], d[1] += a b[1]. Instructions for the two results alternate, since an instruction waits for the one
 // before it that adds to the same result.
 template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2]) {
-  if constexpr (sizeof(R) == sizeof(Pairs<UNSPLIT, bf16, 2>)) {
+  if constexpr (R::IS_BF16) {
     multiply(d[0], a, b[0]);
     multiply(d[1], a, b[1]);
   } else {
@@ -177,7 +179,7 @@ template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[
 template <class L, class R>
 __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2], float (&e)[2][4], const L& x,
                                          const R (&y)[2]) {
-  if constexpr (sizeof(R) == sizeof(Pairs<UNSPLIT, bf16, 2>)) {
+  if constexpr (R::IS_BF16) {
     multiply(d, a, b);
     multiply(e, x, y);
   } else {

@@ -3,6 +3,7 @@
 
 // The sum of x over LANES neighbouring lanes, a power of 2 of them; each gets the same bits.
 template <int LANES, typename R> __device__ __forceinline__ R sum_over_lanes(R x) {
+  static_assert(LANES <= 32 && (LANES & (LANES - 1)) == 0);
 #pragma unroll
   for (int distance = 1; distance < LANES; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
   return x;

@@ -42,6 +42,7 @@ __device__ __forceinline__ Work take_prefetched_work(Work& prefetched, const Wor
 template <int BOX, int PANELS, int SIZE, typename T>
 __device__ __forceinline__ void start_tile_copy(T (&tile)[PANELS][SIZE], const TensorMap& map, MBarrier& full,
                                                 i32 token, i32 head, i32 batch) {
+  static_assert(SIZE / PANEL % BOX == 0, "whole boxes");
 #pragma unroll 1
   for (int panel = 0; panel < PANELS; ++panel)
 #pragma unroll

@@ -25,6 +25,7 @@ struct StateRow {
 // A lane's columns of a row: lane, lane + 32, ...
 template <int COLUMNS> struct Row {
   static constexpr int LANE_COLUMNS = COLUMNS / 32;
+  static_assert(COLUMNS % 32 == 0);
   double x[LANE_COLUMNS];
 
   // Calls f(number, column) for every column. At most four of a lane's columns are loaded at a time: more loads would

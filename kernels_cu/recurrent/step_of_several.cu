@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(THREADS_OF<Wider<T, S>, BK>, 1) recurrent_step
   // LANES neighbouring threads have the BV columns of one channel.
   // A warp has all BV columns. So sums over its lanes LANES apart, and then over warps, are sums over channels alone.
   static_assert(LANES <= 32, "a warp has all columns: the sums over warps are those over channels");
+  static_assert(LANE_CHANNELS * CHANNELS_AT_ONCE == BK && BLOCK >= 2 * BV, "threads have all channels, and all sums");
   struct alignas(16) Piece {
     S x[LANE_COLUMNS];
   };

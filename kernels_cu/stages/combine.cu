@@ -21,6 +21,7 @@
 // STEP: how much of the inner axis a step has, channels or tokens, which products sum over; TILE: rows and columns of a
 // block; STAGES: steps in shared memory at a time.
 constexpr int STEP = 32, TILE = 64, STAGES = 3;
+static_assert(TILE == THREADS / 32 * 16, "a warp has 16 rows");
 
 template <typename T> struct Args {
   StridedRows<const float> qg;

@@ -19,6 +19,7 @@
 //     sequence; decay_of(x): e^x
 
 constexpr int STEP = 32, TILE = 64, STAGES = 3;  // tokens of a step; channels, columns of a block; steps in memory
+static_assert(TILE == THREADS / 32 * 16, "a warp has 16 channels");
 
 template <typename T> struct Args {
   StridedRows<const float> kg, b;
