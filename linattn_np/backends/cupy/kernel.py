@@ -185,5 +185,4 @@ class HopperKernel(TiledKernel):
 class ModelKernel(Kernel):
     """The base of the language models' kernels, all of which may start before the previous kernel ends."""
 
-    constants = (("THREADS", "threads"),)
     overlaps = True

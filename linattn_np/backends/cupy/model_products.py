@@ -190,7 +190,6 @@ class SquaredProduct(ModelKernel):
     BUSY: ClassVar[float] = 0.95  # the least part of clusters that have a tile, over all rounds of tiles
     arch, threads, blocks_per_cluster = SM90, 288, 2
     constants = (
-        ("32 * WARPS + 32", "threads"),
         ("BLOCKS", "blocks_per_cluster"),
         ("BLOCKS * TOKENS", "TOKENS"),
         ("ROWS", "ROWS"),

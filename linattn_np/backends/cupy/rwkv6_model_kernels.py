@@ -89,7 +89,7 @@ class TimeMixStep(ModelKernel):
     threads, parts = 256, 1  # parts: the most parts of k, v, r and gate that the kernel adds up
     MOST_N: ClassVar[int] = 256
     MOST_W: ClassVar[int] = 512
-    constants = (*ModelKernel.constants, ("MAX_N", "MOST_N"), ("MAX_W", "MOST_W"))
+    constants = (("MAX_N", "MOST_N"), ("MAX_W", "MOST_W"))
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
@@ -169,7 +169,6 @@ class DecodeFew(ModelKernel):
     constants = (
         ("PHASES", "PHASES"),
         ("ROWS", "ROWS"),
-        ("ALL_THREADS", "threads"),
         ("Lane<{dtype}>::STAGE", "slot"),
         ("MOST_DIGITS", "DIGITS_AT_ONCE"),
         ("DecodeOperands<{dtype}, {state}, {stages}>::OPERAND_BYTES", "bytes_of_operand"),
@@ -263,7 +262,7 @@ class LowRankKernel(ModelKernel):
 
     TILE_TOKENS: ClassVar[int] = 16
     COLUMNS: ClassVar[int] = 128
-    constants = (*ModelKernel.constants, ("TILE_TOKENS", "TILE_TOKENS"), ("COLUMNS", "COLUMNS"))
+    constants = (("TILE_TOKENS", "TILE_TOKENS"), ("COLUMNS", "COLUMNS"))
     threads = 256
 
     def blocks_of_product(self, tokens, D) -> int:
@@ -406,7 +405,7 @@ class HeadKernel(ModelKernel):
     neighbouring channels, and the groups are 64 channels apart."""
 
     CHANNELS_APART: ClassVar[int] = 64
-    constants = (*ModelKernel.constants, ("CHANNELS_APART", "CHANNELS_APART"))
+    constants = (("CHANNELS_APART", "CHANNELS_APART"),)
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 2)  # the possible WIDTH, of which heads have a multiple
     DEPTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # the possible GROUPS
     PASSES: ClassVar[int] = 4

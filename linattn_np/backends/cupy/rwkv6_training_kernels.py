@@ -75,7 +75,6 @@ class TokenKernel(Kernel):
 class Elementwise(Kernel):
     """The base of kernels whose threads compute eight elements of an array."""
 
-    constants = (("THREADS", "threads"),)
     threads = 256
     T: np.dtype
 
@@ -157,7 +156,6 @@ class OfHeads(Kernel):
     other; a lane has eight channels. ALIGNED: whether heads have a multiple of 8 channels."""
 
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 16, 32)  # the possible LANES
-    constants = (("THREADS", "threads"),)
     threads = 128
     T: np.dtype
     LANES: int
@@ -230,7 +228,7 @@ class LowRanks(Kernel):
     LOW_RANK = members("pointers down ddown, int64s R mix_row")
     file = "training/low_ranks"
     arguments = (*structs("products", PRODUCTS, LOW_RANK), *members("pointers mix joint, int64s D"))
-    constants = (("THREADS", "threads"), ("PRODUCTS", "PRODUCTS"), ("THREADS / 32 / PRODUCTS", "CHANNELS"))
+    constants = (("PRODUCTS", "PRODUCTS"), ("THREADS / 32 / PRODUCTS", "CHANNELS"))
     threads = 256
     CHANNELS: ClassVar[int] = 2  # of a block: a warp computes one of a product
     T: np.dtype
@@ -272,7 +270,6 @@ class ActivationBackward(Kernel):
 
     file = "training/activation_backward"
     arguments = members("pointers dy y, int64s count")
-    constants = (("THREADS", "threads"),)
     threads = 256
     kind: str  # the activation, one of `rwkv6_model_kernels.Activation.KINDS`
     T: np.dtype
@@ -283,7 +280,7 @@ class CrossEntropy(Kernel):
 
     file = "training/cross_entropy"
     arguments = members("pointers logits token_ids losses, int64s tokens T_ V, float64s share")
-    constants = (("THREADS", "threads"), ("THREADS / 32", "TOKENS"))
+    constants = (("THREADS / 32", "TOKENS"),)
     threads = 256
     TOKENS: ClassVar[int] = 8  # tokens per block: a warp computes one
     T: np.dtype
@@ -297,7 +294,7 @@ class ColumnSums(Kernel):
     SUM = members("pointers parts first rest, int64s P columns split add first_block")
     file = "training/column_sums"
     arguments = (*structs("sums", MOST, SUM), *members("int64s count"))
-    constants = (("MOST", "MOST"), ("32 * ROWS", "threads"))
+    constants = (("MOST", "MOST"),)
     shared_memory = ("Shared",)
     threads = 1024
     COLUMNS: ClassVar[int] = 32  # columns per block
@@ -308,7 +305,6 @@ class SquareSums(Kernel):
 
     file = "training/square_sums"
     arguments = members("pointers x parts, int64s count blocks")
-    constants = (("THREADS", "threads"),)
     shared_memory = ("Shared",)
     threads = 512
 
@@ -321,7 +317,6 @@ class AdamW(Kernel):
         "pointers weights gradient first second copy squares schedule, int64s count matrices P blocks, "
         "float64s clip beta1 beta2 eps"
     )
-    constants = (("THREADS", "threads"),)
     shared_memory = ("Shared",)
     threads = 512
     T: np.dtype
