@@ -128,6 +128,7 @@ SPILLED = {
     ("delta/kda_backward_chunks", "sm_120"): 32,
     ("rwkv6/shift_mix", "sm_80"): 40,
     ("rwkv6/shift_mix", "sm_86"): 16,
+    ("rwkv6/shift_mix", "sm_89"): 16,
     ("rwkv6/shift_mix", "sm_90"): 16,  # float32, and rows beyond 2,048 channels
     ("rwkv6/shift_mix", "sm_120"): 16,
     ("gated/small_forward", "sm_120"): 16,  # RWKV-6, float16, 8 channels
