@@ -1,7 +1,7 @@
 """The planner of the delta rules, which erase what the state holds for a token's key before they write the token.
 
 A call is planned by the first of `FORWARD_WAYS` whose `why_not` gives no reason, its gradients by the first of
-`gradient_ways`; `explain` shows the reasons against the ways before it. In chunks, a first kernel prepares all chunks
+`GRADIENT_WAYS`; `explain` shows the reasons against the ways before it. In chunks, a first kernel prepares all chunks
 in parallel, and a *walk* goes from chunk to chunk; `delta_segments` says how walks are cut into segments.
 
 Sizes: B batch, H heads of values, T tokens, K channels, V columns, NC chunks. `group` heads of values share a head of
@@ -15,7 +15,6 @@ from functools import cached_property
 
 import numpy as np
 
-from ... import declarations
 from .aligned_copies import plan_on_copies
 from .arithmetic import ceil_div, padded
 from .delta_hopper import (
@@ -31,6 +30,7 @@ from .delta_hopper import (
 from .delta_kernels import (
     DPLR,
     GATED_DELTA,
+    KDA,
     SHARING,
     DeltaBackwardChunks,
     DeltaRecurrentBackward,
@@ -321,7 +321,7 @@ def saved(problem, device) -> tuple[tuple, ...]:
     is in chunks, too, if no array is copied; the pullbacks of others compute them again."""
     if not problem.gradient or rule_of(problem.op) == GATED_DELTA or problem.sizes["K"] > TILES[-1]:
         return ()
-    ways = (chosen(ways, problem, device)[0] for ways in (FORWARD_WAYS, gradient_ways(problem.op)))
+    ways = (chosen(ways, problem, device)[0] for ways in (FORWARD_WAYS, GRADIENT_WAYS))
     if any(way.name != IN_CHUNKS for way in ways) or needs_copies(problem, device):
         return ()
     arrays = tuple(kept_arrays(problem, CutInChunks(problem, device, gradient=True, kept=True)).values())
@@ -345,14 +345,8 @@ def plan_vjp(problem, device, do, dht, saved=()):
     what the plan of the call has saved."""
     if needs_copies(problem, device, gradient=True):
         return plan_on_copies(problem, lambda copies, *given: plan_vjp(copies, device, *given), do, dht)
-    way, reasons = chosen(gradient_ways(problem.op), problem, device)
+    way, reasons = chosen(GRADIENT_WAYS, problem, device)
     return replace(way.plan(do, dht, *([saved] if saved else [])), reasons=reasons)
-
-
-def gradient_ways(op) -> tuple:
-    """The ways of computing an operator's gradients, the fastest first."""
-    in_chunks = {declarations.KDA: KdaGradientsInChunks, declarations.RWKV7: DplrGradientsInChunks}
-    return SmallGradients, ScalarGradientsOnHopper, in_chunks.get(op, GradientsInChunks), GradientsByToken
 
 
 class Gradients(Way):
@@ -528,10 +522,15 @@ class GradientsInChunks(Gradients):
     """
 
     name = IN_CHUNKS
-    RESIDUALS = ("e", "w")  # the last kernel's names of the residual and of its gradient
 
     def why_not(self):
         return why_not_in_chunks(self.problem, self.device, gradient=True)
+
+    @property
+    def has_parts(self) -> bool:
+        """As in `Gradients`. A block of KDA's last kernel has 64 channels, so that it cannot compute the pullback of
+        dividing q and k by their lengths: `DeltaSumParts` does."""
+        return self.inputs.group > 1 or self.inputs.rule == KDA and self.inputs.normalized
 
     def plan(self, do, dht, saved=()):
         problem, device = self.problem, self.device
@@ -570,7 +569,8 @@ class GradientsInChunks(Gradients):
             written |= {"chunk_states": chunk_states, "state_gradients": state_gradients, "residual": residual}
             self.cut.launch_walk(draft, shape, read, states, written)
         args |= arrays | {"chunk_states": chunk_states, "state_gradients": state_gradients, "do_": do}
-        args |= dict(zip(self.RESIDUALS, (residual, dresidual)))
+        names_of_residuals = ("u", "du") if inputs.rule == DPLR else ("e", "w")  # those of the last kernel
+        args |= dict(zip(names_of_residuals, (residual, dresidual)))
 
         def launch(args):
             blocks, names = self.kernel.blocks(B * heads * shape.NC, K), self.kernel.names
@@ -579,16 +579,4 @@ class GradientsInChunks(Gradients):
         self.launch_last(first, heads, args, launch)
 
 
-class DplrGradientsInChunks(GradientsInChunks):
-    """`GradientsInChunks` for rwkv7, which has vectors a and b and gates of channels."""
-
-    RESIDUALS = ("u", "du")
-
-
-class KdaGradientsInChunks(GradientsInChunks):
-    """`GradientsInChunks` for kda, which has gates of channels. A block has 64 channels, so it cannot compute the
-    pullback of dividing q and k by their lengths: `DeltaSumParts` does, and so needs parts then, too."""
-
-    @property
-    def has_parts(self):
-        return self.inputs.group > 1 or self.inputs.normalized
+GRADIENT_WAYS = (SmallGradients, ScalarGradientsOnHopper, GradientsInChunks, GradientsByToken)  # the fastest first
