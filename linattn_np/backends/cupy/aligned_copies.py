@@ -82,8 +82,9 @@ def with_fast_copies(plan):
 
     for step in plan.steps:
         if isinstance(step, Copy) and can_copy(step):
-            if any(step.source.memory is target.memory for _, target in pairs):
-                add_copies()  # this copy reads what an earlier one writes
+            memories = step.source.memory, step.target.memory
+            if any(target.memory in memories or source.memory is memories[1] for source, target in pairs):
+                add_copies()  # copies of a launch run in any order: none may read or write what another one writes
             pairs.append(with_ascending_axes(step.source, step.target))
             reasons.append(step.reason)
         else:
