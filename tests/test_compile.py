@@ -21,6 +21,7 @@ import pytest
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import gated_kernels, source
 from linattn_np.backends.cupy.arguments import members
+from linattn_np.backends.cupy.plan import SHAPE
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: no NVRTC to compile with")
 
@@ -288,6 +289,17 @@ def test_another_number_of_kept_states_does_not_compile():
     with pytest.raises(RuntimeError, match="the host and the kernel differ on a size, an offset or a con"):
         nvrtc.translate(source.program([kernel]), [kernel.expression], kernel.arch)
     nvrtc.translate(source.text(kernel.file), [kernel.expression], kernel.arch)
+
+
+def test_rows_and_shapes_have_the_hosts_order():
+    """Kernels compare the offsets of their arguments' members, and not what lies inside these."""
+    structs = {"Shape": SHAPE, "StridedRows<float>": ("p", "batch_stride", "head_stride", "token_stride")}
+    checks = (
+        source.assert_equal(8 * n, f"OFFSET_OF({struct}, {name})")
+        for struct, names in structs.items()
+        for n, name in enumerate(names)
+    )
+    nvrtc.read(source.text("stages/chunk_cumsum") + source.CHECKS + "".join(checks), [], "compute_80")
 
 
 @pytest.mark.parametrize("wrong", [TooLarge, TooSmall, Swapped, Longer])

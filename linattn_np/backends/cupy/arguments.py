@@ -20,7 +20,7 @@ WORD, MAP_WORDS, MAP_ALIGNMENT = 8, 16, 64  # bytes per word, words per tensor m
 
 @dataclass(frozen=True)
 class StructMember:
-    """A member of a struct: `kind` is rows, pointer, integer, real, map, shape or structs."""
+    """A member of a struct: `kind` is rows, pointer, integer, real, map, shape, struct or structs."""
 
     name: str
     kind: str
@@ -60,8 +60,8 @@ def members(declaration: str) -> tuple[StructMember, ...]:
 
 
 def structs(name, count, inner) -> tuple[StructMember, ...]:
-    """A member that consists of `count` structs of the members `inner`."""
-    return (StructMember(name, "structs", count * size_of(inner) // WORD, inner),)
+    """A member that is an array of `count` structs of the members `inner`; None: one struct, and no array."""
+    return (StructMember(name, "structs" if count else "struct", (count or 1) * size_of(inner) // WORD, inner),)
 
 
 def size_of(declared) -> int:
@@ -76,10 +76,12 @@ def has_maps(declared) -> bool:
 
 
 def offsets(declared):
-    """Yields (name, first byte) of every member."""
+    """Yields (C++ name, first byte) of every member, and of those of a struct, or of the first struct of an array."""
     at = 0
     for member in declared:
         yield member.name, at
+        struct = member.name if member.kind == "struct" else f"{member.name}[0]"
+        yield from ((f"{struct}.{name}", at + offset) for name, offset in offsets(member.inner))
         at += WORD * member.words
 
 
@@ -116,6 +118,7 @@ WORDS = {
     "real": lambda x, _: [float(x)],
     "map": lambda x, _: [x],
     "shape": lambda x, _: [getattr(x, name) for name in SHAPE],
+    "struct": struct_words,
     "structs": struct_words,
 }
 

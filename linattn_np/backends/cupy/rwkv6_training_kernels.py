@@ -38,7 +38,7 @@ HEADS = (8, 16, 32, 64, 128, 256)  # the possible N
 #
 # The argument of kernels that apply dropout. `site`: the number of the place in the model where it is applied, so that
 # places have different zeros; `rate`: the share of zeros.
-DROPOUT = structs("drop", 1, members("pointers seeds, int64s site, float64s rate"))
+DROPOUT = structs("drop", None, members("pointers seeds, int64s site, float64s rate"))
 
 
 def width(D: int) -> int:
@@ -181,7 +181,7 @@ class KeysForward(OfHeads):
     """The arguments of RWKV-7's recurrence: w, key, a and b, and the value mixed with the first layer's."""
 
     file = "training/keys_forward"
-    arguments = (*structs("keys", 1, KEYS), *members("pointers w key mixed_v a b, int64s tokens H N"))
+    arguments = (*structs("keys", None, KEYS), *members("pointers w key mixed_v a b, int64s tokens H N"))
 
 
 class KeysBackward(OfHeads):
@@ -189,7 +189,7 @@ class KeysBackward(OfHeads):
 
     file = "training/keys_backward"
     arguments = (
-        *structs("keys", 1, KEYS),
+        *structs("keys", None, KEYS),
         *members(
             "pointers r gate dgated bonus scores r_gradient w_gradient key_gradient v_gradient a_gradient b_gradient "
             "first_v_gradients dr dk dv decay_logits_gradient icl_logits_gradient value_logits_gradient parts, "
