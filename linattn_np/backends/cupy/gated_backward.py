@@ -35,17 +35,17 @@ STATE_BYTES = 1 << 27  # the states and gradients of so many bytes may be stored
 def plan_vjp(problem, device, do, dht, saved=None, summaries=(), sums_dg=False):
     """The plan of the pullback: (gradients in the order of the arrays, the initial state's gradient or None).
 
-    saved : (the states at the segments' starts,) if the forward pass has saved them; None if forward passes of such
-        problems never save them; () if only this one did not, as the problem had no `gradient`: the states are then
-        computed again in the same way, so that the gradients have the same bits
+    saved : what the plan of the forward pass has saved: (the states at the segments' starts,) or (). If these were not
+        saved because the problem had no `gradient`, they are computed again in the same way, so that the gradients have
+        the same bits. None: forward passes of such problems never save them
     summaries : those that a plan of `plan_summary_vjp` has saved for the same `do`
-    sums_dg : whether dg is then summed over the channels, which share a gate
+    sums_dg : whether dg is then summed over the channels, which share a gate; `segments.backward_cut` says what that
+        changes
     """
 
     def plan_of_copies(copied_problem, do, dht):
         return plan_vjp(copied_problem, device, do, dht, sums_dg=sums_dg)
 
-    # `problem.gradient`: whether the call says that a pullback follows. `backward_cut` says what `sums_dg` changes
     cut = segments.backward_cut(problem, device, do, sums_dg, saved, bool(summaries))
     if cut.way == COPIED:
         return aligned_copies.plan_on_copies(problem, plan_of_copies, do, dht)
@@ -288,11 +288,11 @@ def launch_tile_by_tile(draft, backward, cut):
 
 
 class HopperBackward:
-    """Adds launches of Hopper's backward kernels to a draft, with P segments per sequence.
+    """Adds launches of Hopper's backward kernels to a draft. `P`: the segments of a sequence, with the empty ones.
 
-    empty_ends : whether an empty segment is added before a sequence's segments and another after them. The summaries
-        can then be computed before dht is known: `joined_saved_summaries` inserts it for the last two segments. The
-        initial state's gradient is that of the state at the end of the first, empty segment.
+    empty_ends : whether a sequence has an empty segment before its P segments and another one after them. Summaries can
+        then be computed before dht is known: `joined_saved_summaries` writes dht to the last two segments. The gradient
+        of the initial state is that of the state at the end of the first segment
     short : 0 for P segments of equal length; else each sequence has three segments, and the first and the last of them
         have so many tokens
     """
@@ -339,7 +339,7 @@ class HopperBackward:
         draft, states_known = self.draft, starts is not None or self.P == 3
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
-        if dht is not None:
+        if dht is not None:  # the state after the last segment with tokens is the one after the empty segment, too
             for segment in (self.P - 2, self.P - 1):
                 draft.copy(dht, joined[1][:, segment])
         if states_known:
