@@ -28,7 +28,8 @@
 //                                           summed one by one (growth.cuh)
 //           dg_t of pairs within a sub-chunk is a difference: the terms of the queries i >= t with all keys, less those
 //           of the keys j >= t with all queries. A pair with j >= t is in both sums, of the same rounded operands, and
-//           cancels up to float32's rounding. All other terms of dg are added, without a difference.
+//           cancels up to float32's rounding. All other terms of dg are added, without a difference; of split operands
+//           these are, too, pair by pair (gate_terms_of_pairs).
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32 (RWKV-6's factor of a token's own key),
 //           partial_du [B, NC, H, K] float32 (the chunks' terms of du), NC the chunks of a batch row. chunk_states:
 //           every chunk's S and dS, as backward_states.cu writes them (`state_tile_index`). Gated: v do [B, heads of
@@ -110,6 +111,7 @@
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 #include "cards.cuh"
+#include "lanes.cuh"
 
 constexpr int COLUMNS = 32;                           // columns of V in one stage of shared memory
 constexpr int STEPS = COLUMNS / 16;                   // matrix products a stage: each contracts 16 columns
@@ -117,9 +119,6 @@ constexpr int BLOCKS = CHUNK / 16;                    // blocks of 16 tokens, tw
 constexpr int DA_BLOCKS = BLOCKS * (BLOCKS + 1) / 2;  // blocks [16, 16] of dA on and below the diagonal
 constexpr int BLOCKS_PER_WARP = (DA_BLOCKS + WARPS - 1) / WARPS;
 constexpr float FLOAT32_MAX = 3.4028235e38f;  // the largest float32
-// float32 data: a difference that is less than this share of the sum of its terms' absolute values has cancelled too
-// much, and is computed again as a sum of pairs. Split operands keep 21 bits: a difference at this limit keeps 12.
-constexpr float CANCELLED_SHARE = 1.f / 512;
 
 // The template argument Columns. Type: that of v and do in memory, `Value` below. turned: see GatedTurned. Ungated:
 // columns of V have no gates, and v and do are the caller's arrays, of type T.
@@ -206,8 +205,6 @@ template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16
     PairData<Math<T, PRODUCTS>> pairs;
   };
 };
-
-__device__ __forceinline__ float2 absolute(float2 x) { return {fabsf(x.x), fabsf(x.y)}; }
 
 // The row and the column, in blocks of 16 tokens, of a block on or below dA's diagonal. Blocks count row by row.
 __device__ __forceinline__ int row_of(int block) { return block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3; }
@@ -299,33 +296,58 @@ __device__ __noinline__ void sum_pairs_one_by_one(GradientsWithin (&sums)[BLOCKS
   }
 }
 
-// Returns dg's terms of the pairs within a sub-chunk, for this lane's two tokens and one channel, summed pair by pair.
-// q, k and gates are the lane's two tokens; the other six are in the three lanes with the same lane / 4. dA: 8 x 8.
-// For split operands only, whose TF32_CORRECTION is 1: dA needs no division by it.
-template <class ReadOrder, typename Stored>
-__device__ __noinline__ float2 gate_terms_one_by_one(float2 q, float2 k, float2 gates, const Stored* dA) {
-  const int lane = threadIdx.x & 31, first_token = 2 * (lane & 3), base = lane & ~3;
-  // The x of a token of the sub-chunk, from the lane that has it.
-  const auto of_token = [&](float2 x, int token) {
-    return __shfl_sync(0xffffffffu, token % 2 ? x.y : x.x, base + token / 2);
-  };
-  const float2 a = decays_of(gates);
-  float2 sum = {0.f, 0.f};
-#pragma unroll 1
-  for (int i = 1; i < SUB_CHUNK; ++i) {
-    const float query = of_token(q, i);
+// Numbers of this lane's two tokens of a sub-chunk, by octet.
+struct BothOctets {
+  float2 of[2];
+};
+// Returns dg's terms of the pairs within a sub-chunk: for each gate the sum of the pairs j < t <= i, without a
+// difference. q, k and gates are the lane's two tokens; the other six are in the three lanes with the same lane / 4.
+// dA: 8 x 8, zeros for keys j >= i. A lane computes the pairs of the queries lane_pair and 7 - lane_pair, seven
+// together. For split operands only, whose TF32_CORRECTION is 1: dA needs no division by it.
+template <class ReadOrder>
+__device__ __noinline__ BothOctets gate_terms_of_pairs(BothOctets q, BothOctets k, BothOctets gates, const float* dA) {
+  const int lane = threadIdx.x & 31, lane_pair = lane & 3;
+  const auto of_pair = [&](float x, int pair) { return __shfl_sync(0xffffffffu, x, (lane & ~3) + pair); };
+  float keys[2][SUB_CHUNK], decays[2][SUB_CHUNK], sums[2][SUB_CHUNK] = {};
+#pragma unroll
+  for (int octet = 0; octet < 2; ++octet) {
+    const float2 a = decays_of(gates.of[octet]), key = k.of[octet];
+#pragma unroll
+    for (int t = 0; t < SUB_CHUNK; ++t)
+      keys[octet][t] = of_pair(t % 2 ? key.y : key.x, t / 2), decays[octet][t] = of_pair(t % 2 ? a.y : a.x, t / 2);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = half ? SUB_CHUNK - 1 - lane_pair : lane_pair;
     // The state that query i reads is decayed through token `last` (reads_before_write: RWKV-6).
     const int last = ReadOrder::reads_before_write ? i - 1 : i;
-    float decay = ReadOrder::reads_before_write ? 1.f : of_token(a, i);
-#pragma unroll 1
-    for (int j = i - 1; j >= 0; --j) {
-      const float pair = to_float(dA[i * LDA + j]) * (decay * query * of_token(k, j));
-      if (j < first_token && first_token <= last) sum.x += pair;
-      if (j <= first_token && first_token < last) sum.y += pair;
-      decay *= of_token(a, j);
+    float pairs[2][SUB_CHUNK - 1], decayed[2], sum[2] = {};
+#pragma unroll
+    for (int octet = 0; octet < 2; ++octet) {
+      const float first_of_pair = of_pair(q.of[octet].x, i / 2), second_of_pair = of_pair(q.of[octet].y, i / 2);
+      decayed[octet] = i % 2 ? second_of_pair : first_of_pair;
     }
+#pragma unroll
+    for (int j = SUB_CHUNK - 2; j >= 0; --j)
+#pragma unroll
+      for (int octet = 0; octet < 2; ++octet) {
+        if (j + 1 <= last) decayed[octet] *= decays[octet][j + 1];
+        pairs[octet][j] = dA[i * LDA + j] * (decayed[octet] * keys[octet][j]);
+      }
+#pragma unroll
+    for (int t = 1; t < SUB_CHUNK; ++t)
+#pragma unroll
+      for (int octet = 0; octet < 2; ++octet) {
+        sum[octet] += pairs[octet][t - 1];
+        if (t <= last) sums[octet][t] += sum[octet];
+      }
   }
-  return sum;
+#pragma unroll
+  for (int octet = 0; octet < 2; ++octet) {
+    exchange_and_add_halves<4>(sums[octet], 2, lane_pair & 2);
+    exchange_and_add_halves<2>(sums[octet], 1, lane_pair & 1);
+  }
+  return {float2{sums[0][0], sums[0][1]}, float2{sums[1][0], sums[1][1]}};
 }
 
 // The products of the decays of columns `column` and `column` + 1 over the chunk, from `chunk_decays` [width]: 1 if
@@ -543,21 +565,6 @@ template <class ReadOrder> __device__ __forceinline__ float2 terms_from(float2 q
   return {difference.x + difference.y + later_lanes, difference.y + later_lanes};
 }
 
-// terms_from of the pairs within a sub-chunk, for split operands. If they cancel, recompute() sums them pair by pair.
-template <class ReadOrder, class F>
-__device__ __forceinline__ float2 accurate_terms_from(float2 query_terms, float2 key_terms, F recompute) {
-  float2 terms = terms_from<ReadOrder>(query_terms, key_terms);
-  const float2 magnitude = terms_from<ReadOrder>(absolute(query_terms), -1.f * absolute(key_terms));
-  const bool cancelled_x = fabsf(terms.x) < CANCELLED_SHARE * magnitude.x;
-  const bool cancelled_y = fabsf(terms.y) < CANCELLED_SHARE * magnitude.y;
-  if (__any_sync(0xffffffffu, cancelled_x || cancelled_y)) {
-    const float2 recomputed = recompute();
-    if (cancelled_x) terms.x = recomputed.x;
-    if (cancelled_y) terms.y = recomputed.y;
-  }
-  return terms;
-}
-
 // The numbers of this lane's two tokens in a product [16 channels, 8 tokens], by octet.
 __device__ __forceinline__ float2 lane_tokens(const float (&d)[4], int octet) {
   return {d[2 * octet], d[2 * octet + 1]};
@@ -577,10 +584,9 @@ template <class M> struct TokenBlock {
   // Operands: queries and keys times these factors; border8: at the border of the block's two sub-chunks, keys of the
   // first one decayed to it and queries of the second one decayed from it.
   HeldLeft<M> queries, keys, border8;
-  // q times dq without the diagonal's term, in two parts, of which dg is made. near_query_terms: the part of the keys
-  // in the query's own sub-chunk. query_terms: the part of S and of the keys of earlier sub-chunks, to which
-  // near_query_terms is added unless operands are split.
-  float2 query_terms[4], near_query_terms[4];
+  // q times dq without the diagonal's term, of which dg is made: the part of S and of the keys of earlier sub-chunks,
+  // and, unless operands are split, that of the keys in the query's own sub-chunk.
+  float2 query_terms[4];
 };
 
 // dq, dk and dg of the first half of a warp's chunk, then of the second. For each half begin(half), and for each of its
@@ -698,8 +704,7 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
     for (int p = 0; p < 4; ++p) {
       // The sub-chunk's number in the block, in this half (subchunk) and in the chunk (n).
       const int octet = p & 1, in_block = p >> 1, subchunk = 2 * in_half + in_block, n = HALF * half + subchunk;
-      const float2 within = lane_tokens(over_keys[in_block], octet),
-                   near_query = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (tokens.queries.get(p) * within);
+      const float2 within = lane_tokens(over_keys[in_block], octet);
       // sum: dq of the lane's two tokens, without the diagonal's term. It starts with the keys of this sub-chunk;
       // add_part adds the other parts, and adds q times these to `terms`.
       float2 sum = UNDO_NEAR_SCALE * (tokens.query_factor[p] * within), terms = {0.f, 0.f};
@@ -727,8 +732,8 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
       if (in_half)
         add_part(product_over(half_decays[octet], 2, subchunk) * tokens.from_start[p], over_keys16[in_block], 2);
       if (in_block) add_part(tokens.from_start[p], over_keys8, subchunk);
-      tokens.query_terms[p] = M::SPLIT ? terms : terms + near_query;
-      tokens.near_query_terms[p] = near_query;
+      const float2 near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (tokens.queries.get(p) * within);
+      tokens.query_terms[p] = M::SPLIT ? terms : terms + near;
       channels.put_tokens(s.q, n, octet, sum + u[octet] * channels.diagonal_of(n) * tokens.k[p]);
     }
   }
@@ -762,8 +767,7 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const int octet = p & 1, in_block = p >> 1, subchunk = 2 * in_half + in_block, n = HALF * half + subchunk;
-      const float2 within = lane_tokens(over_queries[in_block], octet),
-                   near_key = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (tokens.keys.get(p) * within);
+      const float2 within = lane_tokens(over_queries[in_block], octet);
       // sum: dk of the lane's two tokens, without the diagonal's term. It starts with the queries of this
       // sub-chunk; add_part adds the other parts, and adds k times these to `terms`.
       float2 sum = UNDO_NEAR_SCALE * (tokens.key_factor[p] * within), terms = {0.f, 0.f};
@@ -796,19 +800,25 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
       channels.put_tokens(s.k, n, octet, sum + u[octet] * channels.diagonal_of(n) * tokens.q[p]);
       // The terms of the sub-chunk's keys before this lane's two.
       const float earlier_keys = four_lane_sums(terms.x + terms.y).before;
+      const float2 near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (tokens.keys.get(p) * within);
       float2& dg = gate_terms[octet].within[subchunk];
-      if constexpr (M::SPLIT) {
-        const auto recompute = [&] {
-          return UNDO_NEAR_SCALE * gate_terms_one_by_one<ReadOrder>(tokens.q[p], tokens.k[p],
-                                                                    channels.gates_of_pair(m, p),
-                                                                    dA + 8 * in_block * (LDA + 1) + 16 * m);
-        };
-        const float2 near_terms = accurate_terms_from<ReadOrder>(tokens.near_query_terms[p], near_key, recompute);
-        dg = terms_from<ReadOrder>(tokens.query_terms[p], {0.f, 0.f}) + near_terms;
-      } else {
-        dg = terms_from<ReadOrder>(tokens.query_terms[p], near_key);
+      dg = terms_from<ReadOrder>(tokens.query_terms[p], M::SPLIT ? float2{0.f, 0.f} : near) +
+           float2{earlier_keys, terms.x + earlier_keys};
+    }
+    if constexpr (M::SPLIT) {
+      if (growing >> m & 1) return;
+#pragma unroll
+      for (int in_block = 0; in_block < 2; ++in_block) {
+        const int p = 2 * in_block;
+        const BothOctets terms = gate_terms_of_pairs<ReadOrder>(
+            {tokens.q[p], tokens.q[p + 1]}, {tokens.k[p], tokens.k[p + 1]},
+            {channels.gates_of_pair(m, p), channels.gates_of_pair(m, p + 1)}, dA + 8 * in_block * (LDA + 1) + 16 * m);
+#pragma unroll
+        for (int octet = 0; octet < 2; ++octet) {
+          float2& dg = gate_terms[octet].within[2 * in_half + in_block];
+          dg = dg + UNDO_NEAR_SCALE * terms.of[octet];
+        }
       }
-      dg = dg + float2{earlier_keys, terms.x + earlier_keys};
     }
   }
 
