@@ -219,12 +219,13 @@ __device__ __forceinline__ float scale_over_cap(double scale, double softcap) {
   return __uint_as_float(opaque(__float_as_uint(float(scale) * inverse(float(softcap)))));
 }
 
-// To be called after thread 0 has initialised the block's barriers. The first CONSUMER_WARPGROUPS warpgroups call
-// consume(), with CONSUMER_REGISTERS registers a thread; one thread of the next warpgroup calls produce(), with
-// PRODUCER_REGISTERS. The block has CONSUMER_WARPGROUPS + 1 warpgroups. A multiprocessor has 65536 registers: 512 for
-// each of 128 threads, which the warpgroups share.
-template <int CONSUMER_WARPGROUPS, int CONSUMER_REGISTERS, int PRODUCER_REGISTERS, class Consume, class Produce>
+// To be called after thread 0 has initialised the block's barriers. The first CONSUMER_WARPGROUPS warpgroups, 2 or 3,
+// call consume(); one thread of the next warpgroup calls produce(), with fewer registers. The block has no other
+// warpgroups. A multiprocessor has 65536 registers: 512 for each of 128 threads, which the warpgroups share.
+template <int CONSUMER_WARPGROUPS, class Consume, class Produce>
 __device__ __forceinline__ void consume_and_produce(Consume consume, Produce produce) {
+  constexpr int CONSUMER_REGISTERS = CONSUMER_WARPGROUPS == 2 ? 240 : 160,
+                PRODUCER_REGISTERS = CONSUMER_WARPGROUPS == 2 ? 24 : 32;
   static_assert(CONSUMER_WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <=
                 512);                         // else registers_up would wait for ever
   if (threadIdx.x == 0) fence_proxy_async();  // makes the barriers visible to the copy engine

@@ -32,6 +32,7 @@
 
 constexpr int KEYS = 64, QUERIES = CHUNK_QUERIES;
 constexpr int M = 1;  // a warp's keys, in blocks of 16
+static_assert(KEYS == THREADS / 32 * 16 * M);
 
 template <typename T> struct Args {
   StridedRows<const T> q, k, v, do_;
@@ -57,6 +58,7 @@ template <typename T, int D> struct alignas(128) Shared {
 
 template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T> args) {
+  static_assert(sizeof(Shared<T, D>) <= 99 * 1024, "sm_86 gives a block no more");
   Shared<T, D>& s = *reinterpret_cast<Shared<T, D>*>(dynamic_smem());
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
   // are the queries' sequence; first_tile, tiles: its tiles of QUERIES queries that see the keys; statistics_chunk: the
   // sequence's first chunk.
   const Work& work = s.work;
-  const int row = threadIdx.x / 32 * 16, lane = threadIdx.x & 31;  // row: the warp's first key
+  const int row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x & 31;  // row: the warp's first key
   auto diagonal = [&] { return work.diagonal + row; };  // the position of the warp's first key among the queries
   // Step n multiplies a tile of queries: those of the first head that shares the keys, then those of the next, ...
   auto tile_of = [&](int n) { return work.first_tile + n % work.tiles; };
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
     // [the warp's 16 keys, QUERIES queries]. scores: q . k, then weights p, then gradients ds; dp: do . v. A lane's
     // values have a row and a column, the query in the tile.
     Fragment<M, QUERIES> scores = {}, dp = {};
-    multiply_transposed<D, 1, QUERIES, CAPPED>(scores, s.k, row, s.q[stage]);
+    multiply_transposed<D, M, QUERIES, CAPPED>(scores, s.k, row, s.q[stage]);
     if (CAPPED) {
       const float tanh_scale = float(args.scale) * inverse(float(args.softcap));
       each_value<M, QUERIES>(scores, [&](float& x, int, int, int) { x = tanh_of(tanh_scale * x); });
@@ -104,14 +106,14 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
     // `right` and `left` change places: a key is seen by queries up to `right` before it, and `left` after it.
     if (needs_mask<16 * M, QUERIES>(query, diagonal(), int(args.right), int(args.left), work.other_length))
       mask_rows(scores[0], query, diagonal() + lane / 4, int(args.right), int(args.left), work.other_length, 0.f);
-    multiply_rows<D, 1, QUERIES>(dv, scores, s.do_[stage]);
+    multiply_rows<D, M, QUERIES>(dv, scores, s.do_[stage]);
     if (CAPPED)
       each_value<M, QUERIES>(scores, [&](float& x, int, int, int column) { x *= slope_of_cap(x, L[column], scale); });
-    multiply_transposed<D, 1, QUERIES, CAPPED>(dp, s.v, row, s.do_[stage]);
+    multiply_transposed<D, M, QUERIES, CAPPED>(dp, s.v, row, s.do_[stage]);
     each_two_values<M, QUERIES>(scores, dp, [&](float& x, float d, int, int, int column) { x *= d - deltas[column]; });
-    multiply_rows<D, 1, QUERIES>(dk, scores, s.q[stage]);
+    multiply_rows<D, M, QUERIES>(dk, scores, s.q[stage]);
   }
   // By way of the warp's own rows of k and v, which no other warp reads: no barrier.
-  store<D, 1>(dk, [&](int, int) { return float(args.scale); }, s.k, row, args.dk, work, args.K, args.vectors);
-  store<D, 1>(dv, [](int, int) { return 1.f; }, s.v, row, args.dv, work, args.V, args.vectors);
+  store<D, M>(dk, [&](int, int) { return float(args.scale); }, s.k, row, args.dk, work, args.K, args.vectors);
+  store<D, M>(dv, [](int, int) { return 1.f; }, s.v, row, args.dv, work, args.V, args.vectors);
 }

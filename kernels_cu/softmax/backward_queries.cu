@@ -37,6 +37,7 @@
 
 constexpr int QUERIES = 128, KEYS = 32;
 constexpr int M = 2;  // a warp's queries, in blocks of 16
+static_assert(QUERIES == THREADS / 32 * 16 * M && QUERIES % CHUNK_QUERIES == 0);
 
 template <typename T> struct Args {
   StridedRows<const T> q, k, v, o, do_;
@@ -67,6 +68,7 @@ template <typename T, int D> struct alignas(128) Shared {
 
 template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Args<T> args) {
+  static_assert(sizeof(Shared<T, D>) <= 99 * 1024, "sm_86 gives a block no more");
   Shared<T, D>& s = *reinterpret_cast<Shared<T, D>*>(dynamic_smem());
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written
@@ -133,7 +135,8 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     __syncthreads();  // this tile has arrived; the other may be overwritten
     if (tile + 1 < end()) fetch_keys(tile + 1, stage ^ 1);
     const int key = tile * KEYS;
-    if (key > diagonal() + 31 + int(args.right) || key + KEYS <= diagonal() - int(args.left)) continue;  // unseen
+    if (key > diagonal() + 16 * M - 1 + int(args.right) || key + KEYS <= diagonal() - int(args.left))
+      continue;  // unseen
     // [the warp's 32 queries, KEYS keys]. scores: q . k, then weights p, then gradients ds; dp: do . v. A lane's values
     // (each) have row 16 m + 8 half + lane / 4.
     Fragment<M, KEYS> scores = {}, dp = {};
@@ -155,5 +158,5 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
     multiply_rows<D, M, KEYS>(dq, scores, s.stages[stage].k);
   }
   // By way of the warp's own rows of q, which no other warp reads: no barrier.
-  store<D, 2>(dq, [&](int, int) { return float(args.scale); }, s.q, row, args.dq, work, args.K, args.vectors);
+  store<D, M>(dq, [&](int, int) { return float(args.scale); }, s.q, row, args.dq, work, args.K, args.vectors);
 }

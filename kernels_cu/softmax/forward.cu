@@ -60,6 +60,7 @@ template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args) {
   using Memory = Shared<T, D, CAPPED>;
   constexpr int M = SIXTEENS<D, CAPPED>, QUERIES = Memory::QUERIES;
+  static_assert(sizeof(Memory) <= 99 * 1024, "sm_86 gives a block no more");
   Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written

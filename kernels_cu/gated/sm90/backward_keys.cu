@@ -124,6 +124,7 @@ template <int BK> constexpr int THREADS = CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<B
 // The largest magnitude of dS for which float16 products are used. They take dS times a power of 2 that makes its
 // largest number at most 2^14: a number of size 1 in it is then at least 2^-15, which float16 holds in 10 bits.
 constexpr float LARGEST_DS = 0x1p29f;
+static_assert(LARGEST_DS * 0x1p90f < LARGEST_FLOAT && MOST_UP == 90, "dS times QueryScale::up is finite");
 
 // The largest magnitude of dS, from the largest one of each warp's channels.
 template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&of_warps)[WARPS]) {
@@ -310,7 +311,8 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
   // count: with InTurn, the chunks whose copies this warp has started: at least STAGES from `iteration` on, while
-  // there are. So, STAGES being 2 or more, all warps agree whether a chunk follows: whether iteration + 1 < count.
+  // there are. So all warps agree whether a chunk follows: whether iteration + 1 < count.
+  static_assert(STAGES >= 2 && VALUE_STAGES >= STAGES);
   int lane = threadIdx.x & 31, count = 0;
   // Where the chunk of an iteration lies: token_of is its first token in place_of. With InTurn place_of starts at the
   // chunk; else it is the block's segment.
@@ -702,8 +704,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if ((Schedule::in_turn ? lane : threadIdx.x) == 0) kept_ratio = ROUNDING;
     const bool grew = reinterpret_cast<const bool*>(&s.flags[iteration & 1])[warp];  // this warp's flag
     compute_keys_by_token<ReadOrder, T, G, BK, BV>(dS, carried, s.query_sums[iteration & 1],
-                                                   reinterpret_cast<float*>(s.dS), in.q, in.k, in.g, in.query_share,
-                                                   values.v, values.do_, values.dA, u, scale, grew, CONSUMERS_BARRIER);
+                                                   reinterpret_cast<float*>(s.dS), in, values, u, scale, grew,
+                                                   CONSUMERS_BARRIER);
     mbarrier_wait(s.within, iteration & 1);  // `within` and `scores` go through the same phases as for other chunks
     mbarrier_wait(s.scores, iteration & 1);
     mbarrier_arrive(s.done[iteration % STAGES]);

@@ -46,6 +46,7 @@ template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
 template <typename T, int BV> struct alignas(1024) ValueStage {
   Tile<T, BV> v, do_;  // v: then dv
   // Behind do_, since multiply_rows (backward_scores.cuh) reads up to 512 bytes behind it, whose products are not used.
+  static_assert(sizeof(Pairs) >= 512);
   Pairs dA;  // dA_ij is at pair_at(dA, i, j) (decays.cuh). RWKV-6: scale do_i . v_i of token i: self_weight_at(dA, i)
 };
 

@@ -533,8 +533,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     // If by_token, the rest of this function computes infinite or NaN numbers for the chunk, which are not used. Its
     // terms of du, which have no decays, are.
     if (by_token) {
-      compute_queries_by_token<ReadOrder, T, G, BK, BV>(S, query_sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u,
-                                                        scale);
+      compute_queries_by_token<ReadOrder, T, G, BV>(S, query_sums, inside, in, u, scale);
       // Then S <- D S + sum_j L_j k_j v_j^T leaves S as it is.
       each_token_pair([&](int n, int h) { keys.to_end.put(n, h, 0.f, 0.f), keys.decays.sub[n][h] = 1.f; });
     }
@@ -578,7 +577,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (!by_token && t == 0 && inside[h]) query_sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
-    static_assert(CHECKPOINT_EVERY % CHUNK == 0);
     const int next = (iteration + 1 - chunks_before) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       // The state before the segment's token `next`. joined: also the one after segment 0, which lies in the middle of

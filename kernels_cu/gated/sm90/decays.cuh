@@ -308,8 +308,9 @@ __device__ __forceinline__ void decays_to_end(LaneChunk& to, const LaneGates<G, 
   exponentiate_sums(to, g, b);
 }
 
-// The decays over each sub-chunk, for this lane's two channels h. Written, as Across is, for four sub-chunks.
+// The decays over each sub-chunk, for this lane's two channels h.
 struct SubChunkDecays {
+  static_assert(NUM_SUBCHUNKS == 4, "this struct, Across and what sets them are written for four");
   float sub[NUM_SUBCHUNKS][2];  // [sub-chunk][h]
 
   // The decay over all sub-chunks before n, after n, and over the chunk.
@@ -460,7 +461,7 @@ __device__ __forceinline__ constexpr int self_weight_index(int n) {
 static_assert(self_weight_index(0) == pair_index(0, CHUNK - SUB_CHUNK));
 static_assert(self_weight_index(1) == pair_index(1, CHUNK - SUB_CHUNK));
 static_assert(self_weight_index(2) == pair_index(2, CHUNK - SUB_CHUNK));
-static_assert(self_weight_index(3) == pair_index(3, CHUNK - SUB_CHUNK) && NUM_SUBCHUNKS == 4);
+static_assert(self_weight_index(3) == pair_index(3, CHUNK - SUB_CHUNK));
 __device__ __forceinline__ float& self_weight_at(Pairs& x, int token) {
   return x[0][self_weight_index(token / SUB_CHUNK) + token % SUB_CHUNK];
 }
@@ -522,6 +523,7 @@ struct PairReader {
   __device__ __forceinline__ void add_queries(LaneSubChunk& to, const LaneSubChunk& q, int queries, int keys) const {
     const float* from = pairs + 8 * CHUNK * queries;
     // Query 2t + 1 is a row of CHUNK pairs later, where pair_index flips bit 0 of a group's place: keys ^ 1.
+    static_assert(pair_index(1, 0) == CHUNK + 8 && pair_index(3, 0) - CHUNK == (pair_index(2, 0) ^ 8));
     const float first = from[queries_index ^ 8 * keys], second = from[(queries_index ^ 8 * (keys ^ 1)) + CHUNK];
     const u32 b[2] = {__float_as_uint(first), __float_as_uint(second)};
     multiply_pairs(to, q, b);

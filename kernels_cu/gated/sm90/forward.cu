@@ -90,17 +90,19 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   else __syncthreads();                                      // barriers are initialised, and A is zero
   if constexpr (!Schedule::has_outputs) narrow_work<THREADS>(s, args, work);
   // Whether producers give registers to the consumers; whether consumers, whose state is small, give registers to the
-  // producers. A multiprocessor has 512 registers for every thread of a warpgroup's 128: 2 x 192 + 120 for the three
-  // warpgroups of a block, or 112 + 144 for the two of each of two blocks.
+  // producers. Then a thread has so many by role, where a multiprocessor has 512 for every thread of a warpgroup's 128.
   constexpr bool CONSUMERS_NEED = THREADS == 384 && Schedule::K_RANKS > 1,
                  PRODUCERS_NEED = Schedule::has_outputs && BK + BV == 128;
+  constexpr int CONSUMER = CONSUMERS_NEED ? 192 : 112, PRODUCER = CONSUMERS_NEED ? 120 : 144;
+  static_assert(!CONSUMERS_NEED || CONSUMERS / 128 * CONSUMER + PRODUCER <= 512, "one block");
+  static_assert(!PRODUCERS_NEED || 2 * (CONSUMER + PRODUCER) <= 512 && THREADS == 256, "two blocks of two warpgroups");
   if (threadIdx.x < CONSUMERS) {
-    if constexpr (CONSUMERS_NEED) registers_up<192>();
-    if constexpr (PRODUCERS_NEED) registers_down<112>();
+    if constexpr (CONSUMERS_NEED) registers_up<CONSUMER>();
+    if constexpr (PRODUCERS_NEED) registers_down<CONSUMER>();
     consume(s, args);
   } else {
-    if constexpr (CONSUMERS_NEED) registers_down<120>();
-    if constexpr (PRODUCERS_NEED) registers_up<144>();
+    if constexpr (CONSUMERS_NEED) registers_down<PRODUCER>();
+    if constexpr (PRODUCERS_NEED) registers_up<PRODUCER>();
     produce<Order>(s, args, threadIdx.x - CONSUMERS);
   }
   if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // the other block has copied its last data to this one

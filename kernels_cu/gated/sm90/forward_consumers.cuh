@@ -66,17 +66,17 @@
 //   copy_of(x): x in a register of its own, not rounded: a tf32 product ignores the last 13 bits
 
 // Calls f(number, address) for every number of the state that this lane holds and that is inside [K, V], with its
-// address in `state` [K, V]. A warpgroup holds BK channels (here all: K_RANKS times a block's BK) from `channel` on of
-// 64 columns from `column` on. With t = lane % 4, g = lane / 4: S[4n + 2h + p] is of the 8n + 2t + p-th of these
+// address in `state` [K, V]. A warpgroup holds CHANNELS channels, K_RANKS times BK, from `channel` on of 64 columns
+// from `column` on. With t = lane % 4, g = lane / 4: S[4n + 2h + p] is of the 8n + 2t + p-th of these
 // channels and the 16 warp + g + 8h-th of these columns.
-template <int BK, typename P, class F>
-__device__ __forceinline__ void each_state_number(float (&S)[BK / 2], P* state, const Shape& shape, i64 channel,
+template <int CHANNELS, typename P, class F>
+__device__ __forceinline__ void each_state_number(float (&S)[CHANNELS / 2], P* state, const Shape& shape, i64 channel,
                                                   i64 column, F f) {
   const int t = threadIdx.x & 3;
   column += 16 * int(threadIdx.x / 32 % 4) + (threadIdx.x >> 2 & 7);
   P* row = state + (channel + 2 * t) * shape.V + column;  // of channel 8n + 2t
 #pragma unroll
-  for (int n = 0; n < BK / 8; ++n) {
+  for (int n = 0; n < CHANNELS / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (channel + 8 * n + 2 * t + (i & 1) < shape.K && column + 8 * (i >> 1) < shape.V)
@@ -261,6 +261,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   using Choices = RegisterChoices<Schedule, T, G, BV>;
   static constexpr int PART_OPERANDS = Choices::TWO_PARTS ? BK / 32 : 1;
   static constexpr bool STORES_MARKS = Schedule::has_outputs && K_RANKS == 1;  // args.marks
+  static_assert(Schedule::has_outputs || K_RANKS == 1, "total_decay is of the channels of one block");
 
   Storage& s;
   const Args<T, G>& args;
@@ -296,7 +297,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread stores or clears.
   template <class F> __device__ __forceinline__ void each_piece(F f) {
 #pragma unroll
-    for (int lower = 0; lower < CHUNK; lower += 16) f(thread / 8 + lower, thread % 8);
+    for (int row = 0; row < CHUNK; row += 16) f(thread / 8 + row, thread % 8);
   }
   // The address that this lane gives to ldmatrix and stmatrix for four 8x8 matrices: 16 tokens from `token` on of this
   // warp's 16 columns. In fewer instructions it equals
@@ -328,10 +329,10 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // no o.
   __device__ __forceinline__ void start_products(u32 stage) {
     const float* const decays = s.headers[stage].decay[0];
-    const int lane = Choices::LANE_FROM_THREAD ? thread : int(threadIdx.x);  // the callee uses lane % 4
+    const int same_lane = Choices::LANE_FROM_THREAD ? thread : int(threadIdx.x);  // the callee uses its lane % 4
     if constexpr (Schedule::has_outputs)
       multiply_scores_and_state<SPLIT_SCORES<Schedule, T>, CHANNEL_DECAYS, PART_OPERANDS, T>(o, S, v, s.operands,
-                                                                                             decays, stage, lane);
+                                                                                             decays, stage, same_lane);
     else decay_state<CHANNEL_DECAYS>(S, decays, thread), total_decay *= decays[thread % BK];
     wgmma_fence_operand(S);
     wgmma_fence();

@@ -133,6 +133,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
   constexpr int GATES = GATES_PER_TOKEN<G>, LANES = ProducerCoord<BK>::LANES, THREADS = ProducerCoord<BK>::THREADS;
   constexpr int STEPS =
       HAS_OUTPUTS && !Order::reads_before_write ? 2 : 1;  // for each token: GLA's decay, then the rest
+  static_assert(STEPS * CHUNK % 2 == 0, "with the first fill an odd number");
   const ProducerCoord<BK> coord(producer);
   const int rank = Schedule::K_RANKS > 1 ? rank_in_cluster<Schedule>() : 0, tokens = s.work.tokens - chunk * CHUNK;
   const float scale = float(args.scale);

@@ -1,8 +1,7 @@
 // what      For Hopper's forward kernel: copies of a chunk's q, k and g from memory, the addresses of a token's row in
 //           the tiles of operands, and copies of operands to the other block of the cluster. A row is a token of a
 //           chunk of 32. Args, Shared and their parts: forward_storage.cuh; Schedule and WorkTile:
-//           forward_schedules.cuh. A query decayed from a border between tokens is times the decays of the tokens after
-//           the border up to its own (RWKV-6: before its own); a key decayed to a border, of those after its own
+//           forward_schedules.cuh
 // limits    sm_90a; q and k of float16 or bfloat16
 #include "gated/sm90/forward_storage.cuh"
 
@@ -13,7 +12,6 @@
 //   ScalarDecay: the type G of gates that all channels of a token share. HAS_CHANNEL_GATES is then false, and
 //     InputStage, a chunk's q, k and g as they are in memory, has no g: threads read such gates themselves
 //     (args.scalar_gate)
-//   ScoreOperands: rows of border_q and border_k, 8 for a sub-chunk, from NEAR_ROW = 0 and HALF_ROW = 16 on
 //   StageHeader: `decay` of each channel over the chunk; after it `row`, which tells what the stage holds: WHOLE_CHUNK,
 //     or which one token
 //   threads_copy_rows: whether threads copy rows of q, k and g, not tensor maps: tokens have a negative stride

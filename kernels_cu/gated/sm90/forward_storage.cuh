@@ -106,6 +106,7 @@ template <typename X, int ROWS, int BK> using Tile = X[BK * sizeof(X) / 128][ROW
 // of one token, and the value is the token's row in the chunk, plus MORE_FILLS if the stage will be filled again for
 // this chunk (forward_growth.cuh).
 constexpr int WHOLE_CHUNK = -1, MORE_FILLS = CHUNK;
+static_assert((MORE_FILLS & MORE_FILLS - 1) == 0 && MORE_FILLS >= CHUNK, "a bit beside the row's number");
 
 // The consumers' operands, of one chunk in each stage: BK channels of each of K_RANKS blocks. Producers write them
 // before full[stage], consumers read them before empty[stage]. Scores [query, key] are in the first 32 columns of a
@@ -212,6 +213,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   // them only.
   static constexpr int PRODUCER_GROUPS = GROUPS * Schedule::CHUNK_RANKS;
   static constexpr int STAGES = PRODUCER_GROUPS > 2 ? PRODUCER_GROUPS : 2;
+  static_assert(STAGES % PRODUCER_GROUPS == 0);
+  static_assert(VALUES_BARRIER + BV / PANEL <= PRODUCER_BARRIER && PRODUCER_BARRIER + GROUPS <= 16, "named barriers");
 
   // Whether two stages share a tile of scores: see Operands.
   static constexpr bool SHARED = !SPLIT_SCORES<Schedule, T> && Schedule::CLUSTER_SIZE == 1;

@@ -132,7 +132,7 @@ template <typename X> __device__ __forceinline__ float2 channels_of(X (*tile)[CH
 }
 // e^(the log gates) of token `row` in these two channels.
 template <typename G, int PANELS>
-__device__ __forceinline__ float2 decays_of(G (&gates)[PANELS][CHUNK][PANEL<G>], int row, int channel) {
+__device__ __forceinline__ float2 token_decays(G (&gates)[PANELS][CHUNK][PANEL<G>], int row, int channel) {
   const float2 g = channels_of(gates, row, channel);
   return {exp2_approx(LOG2E * g.x), exp2_approx(LOG2E * g.y)};
 }
@@ -166,7 +166,7 @@ __device__ __forceinline__ void update_state_by_token(float (&S)[BV / 2], T (&k)
                                                       int channel) {
 #pragma unroll 1
   for (int row = 0; row < CHUNK; ++row) {
-    const float2 decay = decays_of(g, row, channel), key = channels_of(k, row, channel);
+    const float2 decay = token_decays(g, row, channel), key = channels_of(k, row, channel);
     write_token<T, BV>(S, decay.x, decay.y, key.x, key.y, v, row);
   }
 }
@@ -179,7 +179,7 @@ __device__ __forceinline__ void update_gradient_by_token(float (&dS)[BV / 2], T 
                                                          float scale, int channel, F f) {
 #pragma unroll 1
   for (int row = CHUNK - 1; row >= 0; --row) {
-    const float2 decay = decays_of(g, row, channel), query = channels_of(q, row, channel);
+    const float2 decay = token_decays(g, row, channel), query = channels_of(q, row, channel);
     const float x = scale * query.x, y = scale * query.y;
     if (ReadOrder::reads_before_write) {
       f(row);
@@ -238,12 +238,12 @@ __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>],
 
 // Computes a chunk of the first pass (backward_queries.cu): S becomes the state after the chunk; dq overwrites q, the
 // query share (this pass's part of dg) overwrites g. Stores the query sums of this lane's channels that are `inside` K,
-// at lane_query_sums[0] and [8]. dA holds scale do_i . v_j times TF32_CORRECTION.
-template <class ReadOrder, typename T, typename G, int BK, int BV>
+// at lane_query_sums[0] and [8]. in: the chunk's Tiles q, k, g, v and do_, and Pairs dA, scale do_i . v_j times
+// TF32_CORRECTION.
+template <class ReadOrder, typename T, typename G, int BV, class Stage>
 __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], float* lane_query_sums,
-                                                         const bool (&inside)[2], Tile<T, BK>& q, Tile<T, BK>& k,
-                                                         Tile<G, BK>& g, Tile<T, BV>& v, Tile<T, BV>& do_, Pairs& dA,
-                                                         const float (&u)[2], float scale) {
+                                                         const bool (&inside)[2], Stage& in, const float (&u)[2],
+                                                         float scale) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   int channel = first_channel_of_lane();
   const int t = lane_of_channel();
@@ -251,15 +251,15 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
 #pragma unroll 1
   for (int row = 0; row < CHUNK; ++row) {
     float x[2];
-    read_token<T, BV>(x, S, do_, row);
+    read_token<T, BV>(x, S, in.do_, row);
     if (row % 4 == t) from_state[0][row / 4] = x[0], from_state[1][row / 4] = x[1];
   }
-  update_state_by_token<T, G, BV>(S, k, g, v, channel);
+  update_state_by_token<T, G, BV>(S, in.k, in.g, in.v, channel);
 #pragma unroll 1
   for (int h = 0; h < 2; ++h, channel += 8) {
-    const auto gate = [&](int row) { return to_float(value_at(g, row, channel)); };
-    const auto query = [&](int row) { return to_float(value_at(q, row, channel)); };
-    const auto key = [&](int row) { return to_float(value_at(k, row, channel)); };
+    const auto gate = [&](int row) { return to_float(value_at(in.g, row, channel)); };
+    const auto query = [&](int row) { return to_float(value_at(in.q, row, channel)); };
+    const auto key = [&](int row) { return to_float(value_at(in.k, row, channel)); };
     // state_term: for each query, q times the state's term of dq; key_terms: q times the terms of the keys up to j.
     Tokens dq, state_term, key_terms, query_share;
     float sum = 0.f;
@@ -274,7 +274,7 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
       const int row = 4 * m + t;
       dq[m] = scale * grown(from_state[h][m], from_start);
       state_term[m] = query(row) * dq[m], key_terms[m] = query_share[m] = 0.f;
-      if (BEFORE) dq[m] = fmaf(h ? u[1] : u[0], self_weight_at(dA, row) * key(row), dq[m]);
+      if (BEFORE) dq[m] = fmaf(h ? u[1] : u[0], self_weight_at(in.dA, row) * key(row), dq[m]);
     }
 #pragma unroll 1
     for (int j = 0; j < CHUNK; ++j) {
@@ -291,7 +291,7 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
           if (n == t) from_key = BEFORE ? before : between;
         }
         if (i < j + BEFORE) continue;
-        const float x = grown(pair_at(dA, i, j) * (key(j) / TF32_CORRECTION), from_key);
+        const float x = grown(pair_at(in.dA, i, j) * (key(j) / TF32_CORRECTION), from_key);
         dq[m] += x;
         if (i > j) key_terms[m] = fmaf(query(i), x, key_terms[m]);
         if (i > j + BEFORE) gate_terms += key_terms[m];
@@ -311,8 +311,8 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
     // tells the second pass so.
     if constexpr (sizeof(G) == 2 && !IN_UNITS<G>) after = convert_to_units(query_share, after);
     if (t == 0 && (h ? inside[1] : inside[0])) lane_query_sums[8 * h] = after;
-    store_tokens(q, dq, channel);
-    store_tokens(g, query_share, channel);
+    store_tokens(in.q, dq, channel);
+    store_tokens(in.g, query_share, channel);
   }
 }
 
@@ -339,16 +339,15 @@ __device__ __forceinline__ void put_value_part(float* parts, const float (&dS)[B
 
 // Computes a chunk of the second pass (backward_keys.cu): dS becomes the gradient of the state before it; dk overwrites
 // q, dg overwrites g, dv overwrites v. carried: for this lane's channels sum_v S dS with the state after the chunk; on
-// return, with the state before it. query_sums: [BK], from channel 0 on. parts: [SUB_CHUNK][BK / 16][BV] in shared
-// memory; barrier: the number of a named barrier of the 2 BK consumer threads, which all call this; grew: the first
-// pass's flag of this warp, see query_share_value. It may be false: another warp's flag, or a large dS, suffices for
-// the whole block to compute a chunk token by token.
-template <class ReadOrder, typename T, typename G, int BK, int BV>
+// return, with the state before it. query_sums: [BK], from channel 0 on. in: the chunk's Tiles q, k, g and query_share;
+// values: its v, do_ and Pairs dA. parts: [SUB_CHUNK][BK / 16][BV] in shared memory; barrier: the number of a named
+// barrier of the 2 BK consumer threads, which all call this; grew: the first pass's flag of this warp, see
+// query_share_value. It may be false: another warp's flag, or a large dS, suffices for the whole block to compute a
+// chunk token by token.
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Channels, class Columns>
 __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float (&carried)[2], const float* query_sums,
-                                                      float* parts, Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g,
-                                                      Tile<G, BK>& query_share, Tile<T, BV>& v, Tile<T, BV>& do_,
-                                                      Pairs& dA, const float (&u)[2], float scale, bool grew,
-                                                      int barrier) {
+                                                      float* parts, Channels& in, Columns& values, const float (&u)[2],
+                                                      float scale, bool grew, int barrier) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   constexpr int WARPS = BK / 16, THREADS = 2 * BK;
   int channel = first_channel_of_lane();
@@ -357,28 +356,28 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
 #pragma unroll 1
   for (int row = 0; row < CHUNK; ++row) {
     float x[2];
-    read_token<T, BV>(x, dS, v, row);
+    read_token<T, BV>(x, dS, values.v, row);
     if (row % 4 == t) from_state[0][row / 4] = x[0], from_state[1][row / 4] = x[1];
   }
-  update_gradient_by_token<ReadOrder, T, G, BV>(dS, q, g, do_, scale, channel, [&](int row) {
-    const float2 key = channels_of(k, row, channel);
+  update_gradient_by_token<ReadOrder, T, G, BV>(dS, in.q, in.g, values.do_, scale, channel, [&](int row) {
+    const float2 key = channels_of(in.k, row, channel);
     float x[2], self_score = 0.f;
-    read_token<T, BV>(x, dS, v, row);
+    read_token<T, BV>(x, dS, values.v, row);
     if (BEFORE) {
-      const float2 query = channels_of(q, row, channel);
-      const float weight = self_weight_at(dA, row), first = u[0] * query.x, second = u[1] * query.y;
+      const float2 query = channels_of(in.q, row, channel);
+      const float weight = self_weight_at(values.dA, row), first = u[0] * query.x, second = u[1] * query.y;
       x[0] = fmaf(weight, first, x[0]), x[1] = fmaf(weight, second, x[1]);
       self_score = scale * (first * key.x + second * key.y);
     }
     if (row % 4 == t) dk[0][row / 4] = x[0], dk[1][row / 4] = x[1];
-    put_value_part<T, BV>(parts + (row % SUB_CHUNK * WARPS + warp) * BV, dS, key, self_score, do_, row);
+    put_value_part<T, BV>(parts + (row % SUB_CHUNK * WARPS + warp) * BV, dS, key, self_score, values.do_, row);
     if (row % SUB_CHUNK) return;
     named_barrier_sync(barrier, THREADS);  // all parts of a sub-chunk are stored, and its v has been read
     for (int number = opaque(threadIdx.x); number < SUB_CHUNK * BV; number += THREADS) {
       const float* from = parts + number / BV * (WARPS * BV) + number % BV;
       float dv = 0.f;
       for (int other = 0; other < WARPS; ++other) dv += from[other * BV];
-      value_at(v, row + number / BV, number % BV) = from_float<T>(dv);
+      value_at(values.v, row + number / BV, number % BV) = from_float<T>(dv);
     }
     named_barrier_sync(barrier, THREADS);  // the parts have been read: the next sub-chunk's may overwrite them
   });
@@ -393,9 +392,9 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
       float to_end = 0.f;  // the sum of the gates after this lane's token
       for (int n = 3; n >= 0; --n) {
         if (n == t) to_end = sum;
-        sum += to_float(value_at(g, 4 * m + n, channel));
+        sum += to_float(value_at(in.g, 4 * m + n, channel));
       }
-      key_terms[m] = to_float(value_at(k, 4 * m + t, channel)) * grown(from_state[h][m], to_end);
+      key_terms[m] = to_float(value_at(in.k, 4 * m + t, channel)) * grown(from_state[h][m], to_end);
       all_keys += key_terms[m], size += fabsf(key_terms[m]);
     }
     all_keys = channel_sum(all_keys), size = channel_sum(size);
@@ -407,10 +406,11 @@ __device__ __forceinline__ void compute_keys_by_token(float (&dS)[BV / 2], float
 #pragma unroll 1
     for (int row = 0; row < CHUNK; ++row) {
       if (row % 4 == t)
-        dg[row / 4] = query_share_value(value_at(query_share, row, channel), query_sums[channel], grew) + earlier_terms;
+        dg[row / 4] =
+            query_share_value(value_at(in.query_share, row, channel), query_sums[channel], grew) + earlier_terms;
       earlier_terms += token_of(key_terms, row);
     }
-    store_tokens(q, dk[h], channel);
-    store_tokens(g, dg, channel);
+    store_tokens(in.q, dk[h], channel);
+    store_tokens(in.g, dg, channel);
   }
 }

@@ -36,7 +36,8 @@
 //     branches where V is BV
 #include "gated/sm90/decays.cuh"
 
-constexpr int CHECKPOINT_EVERY = 1024;  // tokens, in whole chunks; gated_backward.launch_hopper has memory for them
+constexpr int CHECKPOINT_EVERY = 1024;  // tokens; gated_backward.launch_hopper has memory for the states
+static_assert(CHECKPOINT_EVERY % CHUNK == 0, "states are stored between chunks");
 
 // The index from which a sequence's stored states are counted: the state before its token n * CHECKPOINT_EVERY has this
 // index + n. Segments are such sequences, whose tokens count from work.start on. Only states with n >= 1 are stored, so
@@ -68,11 +69,14 @@ __device__ __forceinline__ Scale scale_to_float16(float largest) {
   return {__uint_as_float(u32(267 - exponent) << 23), __uint_as_float(u32(exponent - 13) << 23)};
 }
 
+// A gate is strong if its decay is below STRONG_DECAY, 2^-STRONG. The largest QueryScale::up is 2^MOST_UP.
+constexpr int STRONG = 8, MOST_UP = 90;
+constexpr float STRONG_DECAY = 1.f / (1 << STRONG);
+
 // For a lane's two channels: `up`, the power of 2 by which queries are multiplied so that those decayed by the chunk's
-// first gate stay in float16's range, and its inverse `down`; both 1 unless the gate's decay is below 2^-8, as
-// first_gate_is_strong has it, too. Callers multiply dS by `up` before the queries are added to it, and by `down`
-// after. outer_decays: decays of queries from the start of their sub-chunk. RWKV-6: always 1, since its first query is
-// not decayed.
+// first gate stay in float16's range, and its inverse `down`; both 1 unless that gate is strong. Callers multiply dS by
+// `up` before the queries are added to it, and by `down` after. outer_decays: decays of queries from the start of their
+// sub-chunk. RWKV-6: always 1, since its first query is not decayed.
 struct QueryScale {
   float up[2], down[2];
   bool is_one;  // for all channels of the warp
@@ -84,11 +88,11 @@ __device__ __forceinline__ QueryScale scale_of_queries(const LaneChunk& outer_de
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float first = __shfl_sync(0xffffffffu, outer_decays[0][2 * h], threadIdx.x & 28);
-      // 2^90 at most, so that dS times `up` stays in float32's range: chunks whose dS is LARGEST_DS = 2^29 or more do
-      // not come here (backward_keys.cu), and backward_segments.cu multiplies `up` by the chunk's decay first, which
-      // leaves about 1 at most, as the first gate's decay is a factor of it.
-      const int bounded = max(int(__float_as_uint(first) >> 23), 127 - 90),
-                exponent = bounded < 127 - 8 ? bounded : 127;
+      // MOST_UP: dS times `up` stays in float32's range, as chunks whose dS is LARGEST_DS = 2^29 or more do not come
+      // here (backward_keys.cu), and backward_segments.cu multiplies `up` by the chunk's decay first, which leaves
+      // about 1 at most, as the first gate's decay is a factor of it.
+      const int bounded = max(int(__float_as_uint(first) >> 23), 127 - MOST_UP),
+                exponent = bounded < 127 - STRONG ? bounded : 127;
       s.up[h] = __uint_as_float(u32(254 - exponent) << 23), s.down[h] = __uint_as_float(u32(exponent) << 23);
     }
     s.is_one = !__any_sync(0xffffffffu, s.up[0] != 1.f || s.up[1] != 1.f);
@@ -99,7 +103,8 @@ __device__ __forceinline__ QueryScale scale_of_queries(const LaneChunk& outer_de
 template <class ReadOrder, typename T>
 __device__ __forceinline__ bool first_gate_is_strong(const LaneChunk& outer_decays) {
   if (!IS_FLOAT16<T> || ReadOrder::reads_before_write) return false;
-  return __any_sync(0xffffffffu, (threadIdx.x & 3) == 0 && fminf(outer_decays[0][0], outer_decays[0][2]) < 0x1p-8f);
+  return __any_sync(0xffffffffu,
+                    (threadIdx.x & 3) == 0 && fminf(outer_decays[0][0], outer_decays[0][2]) < STRONG_DECAY);
 }
 
 // Multiplies S of this lane's first channel by by0, and of its second one by by1.
@@ -125,6 +130,7 @@ template <int BV> using FloatTile = Tile<float, BV>;
 // fence_proxy_async and arrive at a barrier. WARPS warps share the rows; `warp` is the caller's number among them.
 template <int WARPS, typename T, int BV>
 __device__ __forceinline__ void put_float_tile(FloatTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
+  static_assert(BV == 64 || BV == 128);
   // PIECES: pieces of 8 columns in a row; ROWS: rows that a warp writes in a step; STEPS: steps for 8 rows.
   constexpr int PIECES = BV / 8, ROWS = 32 / PIECES, STEPS = 8 / ROWS;
   // Of 8 lanes four have a row r, and four the row r XOR 5: so neither loads nor stores of swizzled tiles have bank
@@ -299,27 +305,27 @@ __device__ __forceinline__ void earlier_tokens(u32 (&counted)[2]) {
   counted[0] = token < i ? one : 0, counted[1] = token + 1 < i ? one : 0;
 }
 // sum_earlier_tokens by shuffles, for places where a sum on tensor cores would wait for a product with a state that
-// they are computing. FROM_TOKEN_ON: sums over token i and the tokens after it instead.
+// they are computing. AND_LATER: sums over token i and the tokens after it instead.
 constexpr bool FROM_TOKEN_ON = true, BEFORE_TOKEN = false;
-template <bool FROM_TOKEN_ON> __device__ __forceinline__ void sum_tokens_by_shuffles(LaneChunk& x, float (&all)[2]) {
+template <bool AND_LATER> __device__ __forceinline__ void sum_tokens_by_shuffles(LaneChunk& x, float (&all)[2]) {
   const int t = opaque(threadIdx.x) & 3;  // opaque: computed again, not held in a register
   // Of the four lanes with a channel, the neighbour is lane t ^ 1. Whether its tokens count in this lane's sums, and
   // whether those of the other two lanes do.
-  const bool neighbour_counts = t % 2 == !FROM_TOKEN_ON, other_two_count = t / 2 == !FROM_TOKEN_ON;
+  const bool neighbour_counts = t % 2 == !AND_LATER, other_two_count = t / 2 == !AND_LATER;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int step = 0; step < NUM_SUBCHUNKS; ++step) {
-      LaneSubChunk& sums = x[FROM_TOKEN_ON ? NUM_SUBCHUNKS - 1 - step : step];
+      LaneSubChunk& sums = x[AND_LATER ? NUM_SUBCHUNKS - 1 - step : step];
       // Of the lane's two tokens, `more` is the one whose sum has one term more.
-      float &more = sums[2 * h + !FROM_TOKEN_ON], &less = sums[2 * h + FROM_TOKEN_ON];
+      float &more = sums[2 * h + !AND_LATER], &less = sums[2 * h + AND_LATER];
       const float lane_sum = more + less, neighbour = __shfl_xor_sync(0xffffffffu, lane_sum, 1),
                   sum_of_two = lane_sum + neighbour, other_two = __shfl_xor_sync(0xffffffffu, sum_of_two, 2);
       float others = neighbour_counts ? neighbour : 0.f;
       if (step) others += all[h];
       if (other_two_count) others += other_two;
       all[h] = step ? all[h] + (sum_of_two + other_two) : sum_of_two + other_two;
-      more = others + (FROM_TOKEN_ON ? lane_sum : less), less = FROM_TOKEN_ON ? others + less : others;
+      more = others + (AND_LATER ? lane_sum : less), less = AND_LATER ? others + less : others;
     }
   }
 }

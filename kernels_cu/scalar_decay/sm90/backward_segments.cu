@@ -32,6 +32,7 @@
 //   wgmma_fence_operand keeps uses of a product's result, and of its operands' registers, behind the wait
 constexpr int CHUNK = 32, CHANNELS = 64;  // tokens of a chunk, which the include needs; channels of a block
 #include "backward_tokens.cuh"
+static_assert(CHUNK == 32, "a lane of the copying warp has the decay of a token");
 
 struct Args {
   TensorMap q, k, v, do_;  // boxes of a chunk's tokens and 128 bytes, swizzled

@@ -6,6 +6,7 @@
 //           By chunk: requested: the cluster's other block has requested its copy of the chunk
 // limits    sm_90a; bfloat16
 constexpr int CHUNK = 64, STRETCH = 256;  // tokens
+static_assert(CHUNK == 64 && STRETCH % CHUNK == 0, "a lane of the warps that sum gates, and dg, has two tokens");
 constexpr float LARGEST_BF16 = 3.38e38f;  // below bfloat16's largest number: what exceeds it may round to infinity
 #include "warpgroup.cuh"
 
@@ -84,6 +85,7 @@ template <class Pass, typename G> struct Args {
 // to_end plus the later one's to_token.
 struct alignas(16) Gates {
   static constexpr int LEVELS = 6;
+  static_assert(1 << LEVELS == CHUNK, "groups of the last level are halves of the chunk");
   float to_token[LEVELS][CHUNK];    // from the group's start through the token
   float to_end[LEVELS - 1][CHUNK];  // from after the token to the group's end, levels from 1 on
   u32 self_scores[CHUNK];       // SERVES_GATE_GRADIENT: a token's score with itself, the sum of two bfloat16 numbers

@@ -28,8 +28,7 @@
 
 // From the includes:
 //   RingPosition: the stage and its barrier's parity; warp_uniform(x): x, which all lanes of the warp have
-//   consume_and_produce<2, n, m>: two warpgroups, of n registers a thread, call the first function; one more thread, of
-//     m registers, the second
+//   consume_and_produce<2>: two warpgroups call the first function, one more thread the second
 //   take_prefetched_work: the block's next Work; start_tile_copy: starts tensor copies of a tile, whose bytes the
 //     caller announces at the barrier; load_operand_rows: 64 rows as operands
 //   issue_scores(sum, a, tile): starts sum = a @ tile^T, a product over columns; issue_weighted_sum(sum, a, tile,
@@ -290,7 +289,5 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_sm90_backward_queries(cons
     mbarrier_init(s.full, 1), mbarrier_init(s.empty, WARPS), mbarrier_init(s.o_empty, WARPS);
     init_stages<WARPS>(s.k_full, s.k_empty), init_stages<WARPS>(s.v_full, s.v_empty);
   }
-  constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
-  consume_and_produce<WARPGROUPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D, CAPPED>(s, args); },
-                                                                          [&] { produce(s, args); });
+  consume_and_produce<WARPGROUPS>([&] { consume<T, D, CAPPED>(s, args); }, [&] { produce(s, args); });
 }

@@ -37,7 +37,7 @@
 //     has been read from shared memory (tensor_store_wait), and arrives at the barrier; then it is noted no more. Other
 //     lanes do nothing
 //   consume_and_produce: makes thread 0's barriers visible to all. Then the consuming warpgroups call the first
-//     function, and a thread of the next warpgroup the second, with the given numbers of registers
+//     function, and a thread of the next warpgroup the second
 //   prefetch_work(to, next) starts copying the entry at `next` to shared memory; `next` then is the block's next entry.
 //     take_prefetched_work(from, next) waits for the copied entry, calls prefetch_work, and returns the entry
 //   store_rows(boxes, rows, width, x, factor0, factor1, tile, row, work): stores `width` columns of a warp's 16 rows of
@@ -174,6 +174,7 @@ __device__ __forceinline__ void weigh_rows(float (&scores)[KEYS / 2], RowMaximum
 template <typename T, int K, int V, bool CAPPED, class Memory>
 __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
   constexpr int KEYS = Memory::KEYS, WARPGROUPS = Memory::WARPGROUPS, FIRST_TURN_BARRIER = 4;
+  static_assert(FIRST_TURN_BARRIER >= ZERO_ROWS_BARRIER + WARPGROUPS, "named barriers differ");
   constexpr bool TURNS = WARPGROUPS == 3;  // warpgroups issue their products in turn
   const int warpgroup = warp_uniform(threadIdx.x / 128), warpgroup_row = 64 * warpgroup, lane = threadIdx.x & 31;
   const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + lane / 4;  // this lane's first of two rows
@@ -317,8 +318,5 @@ __global__ void __launch_bounds__(THREADS<Shared<T, K, V, CAPPED>>, 1)
     init_stages<WARPS>(s.q_full, s.q_empty);
     init_stages<WARPS>(s.k_full, s.k_empty), init_stages<WARPS>(s.v_full, s.v_empty);
   }
-  constexpr int CONSUMER_REGISTERS = Memory::WARPGROUPS == 2 ? 240 : 160,
-                PRODUCER_REGISTERS = Memory::WARPGROUPS == 2 ? 24 : 32;
-  consume_and_produce<Memory::WARPGROUPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(
-      [&] { consume<T, K, V, CAPPED>(s, args); }, [&] { produce(s, args); });
+  consume_and_produce<Memory::WARPGROUPS>([&] { consume<T, K, V, CAPPED>(s, args); }, [&] { produce(s, args); });
 }

@@ -29,6 +29,7 @@
 //   Tile: panels of PANEL = 64 columns, swizzled; CHUNK_QUERIES = 64
 
 constexpr int QUERIES = 256, KEYS = 64, BOX_TOKENS = 64, BLOCKS = QUERIES / CHUNK_QUERIES;
+static_assert(sizeof(DsEntry) == 2 * sizeof(ScoreGradients), "an entry is of two tiles of KEYS keys");
 constexpr int WARPGROUPS = 2, THREADS = 128 * (WARPGROUPS + 1);  // of consumers; with the producer's warpgroup
 
 template <typename T> struct Args {
@@ -108,6 +109,7 @@ template <typename T, int D> __device__ __forceinline__ void consume(Shared<T, D
   const int warpgroup = warp_uniform(threadIdx.x / 128), lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
   RingPosition<Memory::STAGES> k;
   RingPosition<2> works;
+  static_assert(BLOCKS == 2 * WARPGROUPS, "a warpgroup has two blocks");
   float dq[2][D / 2];
   u32 ds[2][KEYS / 16][4];  // of the warpgroup's two blocks, queries as rows
 
@@ -170,7 +172,5 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_sm90_query_gradient(const 
     init_stages<WARPS>(s.work_full, s.work_empty);
     init_stages<WARPS>(s.full, s.empty);
   }
-  constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
-  consume_and_produce<WARPGROUPS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>([&] { consume<T, D>(s, args); },
-                                                                          [&] { produce(s, args); });
+  consume_and_produce<WARPGROUPS>([&] { consume<T, D>(s, args); }, [&] { produce(s, args); });
 }
