@@ -426,30 +426,35 @@ def tiles_at_once(summary, K) -> int:
     return ceil_div(K, summary.channels) if isinstance(summary, GatedSegmentStates) else 1
 
 
-def hopper_forward_kernel(problem, schedule, gate, columns):
-    """Hopper's own kernel for a schedule, a dtype of gates (or SCALAR) and blocks of at most so many `columns`."""
+def instance_for(problem, schedule, gate, columns):
+    """Hopper's own forward kernel for a schedule, a dtype of gates (or SCALAR) and blocks of at most so many
+    `columns`."""
     order = "AfterWrite" if schedule == SEGMENT_STATE else read_order(problem.op)
     return GatedForwardSm90.fitting(order, schedule, problem.dtype, gate, problem.sizes["K"], columns)
+
+
+def hoppers_forward_kernel(problem, device):
+    """Hopper's own kernel of o that takes the least time for gates of every channel."""
+    (N, H, K, V), longest, gate = problem.shape("N H K V"), problem.spans.longest, gate_dtype(problem)
+    if K > TILES[-1]:
+        return instance_for(problem, CLUSTER_SPLIT_K, gate, V)
+    single, cluster = (instance_for(problem, schedule, gate, V) for schedule in (SINGLE_PASS, CLUSTER_SPLIT_V))
+    if split_columns(N * H, V, longest, device, single, cluster):
+        return cluster
+    narrow = problem.dtype != BFLOAT16 and narrow_blocks(N * H, V, longest, device)
+    return instance_for(problem, SINGLE_PASS, gate, TILES[0]) if narrow else single
 
 
 def hoppers_forward_cut(problem, device, backward):
     """The cut for Hopper's own kernel. If cutting is faster and a pullback follows, the segments are those of the
     pullback, which then reuses the states at their starts."""
-    (N, H, K, V), longest, gate = problem.shape("N H K V"), problem.spans.longest, gate_dtype(problem)
-    narrow = problem.dtype != BFLOAT16 and narrow_blocks(N * H, V, longest, device)  # for bfloat16 clusters are faster
-    columns = TILES[0] if narrow else V
-    schedules = SINGLE_PASS, CLUSTER_SPLIT_V
-    single, cluster = (hopper_forward_kernel(problem, schedule, gate, columns) for schedule in schedules)
-    if K > TILES[-1]:
-        kernel = hopper_forward_kernel(problem, CLUSTER_SPLIT_K, gate, V)
-    else:
-        kernel = cluster if split_columns(N * H, V, longest, device, single, cluster) else single
-    blocks = N * H * kernel.grid(V)
-    summary = hopper_forward_kernel(problem, SEGMENT_STATE, gate, V)
-    heads, capacity = heads_at_work(problem), kernel.resident_blocks(device)
-    P = cheapest_forward_count(heads, heads * kernel.grid(V), longest, kernel, max(K, V), device)
-    P = in_waves(P, problem, kernel.grid(V), capacity, MOST_WAVES)
-    if P > 1 and backward.count > 1 and blocks * backward.count <= capacity:
+    (N, H, K, V), kernel = problem.shape("N H K V"), hoppers_forward_kernel(problem, device)
+    summary = instance_for(problem, SEGMENT_STATE, gate_dtype(problem), V)
+    # of_head: blocks of a head
+    of_head, heads, capacity = kernel.grid(V), heads_at_work(problem), kernel.resident_blocks(device)
+    P = cheapest_forward_count(heads, heads * of_head, problem.spans.longest, kernel, max(K, V), device)
+    P = in_waves(P, problem, of_head, capacity, MOST_WAVES)
+    if P > 1 and backward.count > 1 and N * H * of_head * backward.count <= capacity:
         P = backward.count
     first_tokens = short_first_segment_of(problem, device, kernel, backward) if P == 1 else 0
     return cut_into(problem, device, HOPPER, kernel, summary, 2 if first_tokens else P, first_tokens, backward)
@@ -810,10 +815,10 @@ def scalar_forward_cut(problem, device, summary=False) -> ForwardCut:
         kernel, summary = WeightedSums.fitting("Whole", gate, K, columns), WeightedSums.fitting("Summary", gate, K, V)
         return cut_that_fills(problem, device, HOPPER, kernel, summary, SPARED)
     if K > TILES[-1]:
-        kernel = hopper_forward_kernel(problem, CLUSTER_SPLIT_K, SCALAR, V)
+        kernel = instance_for(problem, CLUSTER_SPLIT_K, SCALAR, V)
     else:
-        kernel = hopper_forward_kernel(problem, SINGLE_PASS, SCALAR, columns)
-    summary = hopper_forward_kernel(problem, SEGMENT_STATE, SCALAR, V)
+        kernel = instance_for(problem, SINGLE_PASS, SCALAR, columns)
+    summary = instance_for(problem, SEGMENT_STATE, SCALAR, V)
     cut = cut_that_fills(problem, device, HOPPER, kernel, summary, SPARED)
     first_tokens = short_first_segment_of(problem, device, kernel) if cut.segments == 1 else 0
     return cut_into(problem, device, HOPPER, kernel, summary, 2, first_tokens) if first_tokens else cut
