@@ -325,19 +325,11 @@ def of_training():
         yield rwkv6.Activation("Tanh", T, T)
         for kind in rwkv6.Activation.KINDS:
             yield training.ActivationBackward(kind, T)
-        for cls, *head in product(
-            (training.KeysForward, training.KeysBackward, training.BonusNormBackward),
-            training.OfHeads.WIDTHS,
-            (False, True),
-        ):
-            yield cls(T, *head)
+        for head in product(training.OfHeads.WIDTHS, (False, True)):
+            yield from (cls(T, *head) for cls in (training.KeysForward, training.KeysBackward))
+            yield from (training.GatedNormBackward(T, *head, bonus) for bonus in (False, True))
         for threads in training.WIDTHS:
-            for cls in (
-                training.MixBackward,
-                training.GatedNormBackward,
-                training.LogDecayBackward,
-            ):
-                yield cls(T, threads)
+            yield from (cls(T, threads) for cls in (training.MixBackward, training.LogDecayBackward))
             for change, C in product(training.AddNorm.CHANGES, training.AddNorm.MIXES):
                 yield training.AddNorm(T, threads, change, C)
             for change, C in product(training.NormBackward.CHANGES, training.NormBackward.MIXES):

@@ -1,12 +1,12 @@
 // what      The gradients of training/keys_forward.cu, whose values are computed again; r, key and v get their
-//           gradients through the bonus term, too. The gradient of `bonus` itself: training/bonus_norm_backward.cu
+//           gradients through the bonus term, too. The gradient of `bonus` itself: training/gated_norm_backward.cu
 // math      dx and x_gradient are the gradient of x. The forward pass: s(x) is the sigmoid of x's logits plus its base,
 //             w = -e^(-1/2) s(decay);  icl = s(icl);  share = s(value);  v' = v + (first_v - v) share;
 //             removed = k removal;  R = max(|removed|, 1e-12), the norm over a head;  kappa = removed / R;
 //             a = -kappa;  b = kappa icl;  key = k (1 + (icl - 1) replacement);
 //             score = sum_N r key bonus, the factor of v' in the output before the gate.
 //           r_gradient, w_gradient, key_gradient, v_gradient, a_gradient and b_gradient come from the recurrence,
-//           score and dscore from bonus_norm_backward.cu. This kernel computes
+//           score and dscore from gated_norm_backward.cu. This kernel computes
 //             dr = r_gradient + dscore key bonus;  dkey = key_gradient + dscore r bonus;
 //             dv' = v_gradient + score dgated gate;
 //             dkappa = icl b_gradient - a_gradient;

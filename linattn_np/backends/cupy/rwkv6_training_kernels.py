@@ -31,7 +31,6 @@ from .kernel import Kernel
 
 WIDTHS = (32, 64, 96, 128, 192, 256)  # the possible THREADS of `TokenKernel`
 MOST_CHANNELS = 8 * WIDTHS[-1]  # the most D
-HEADS = (8, 16, 32, 64, 128, 256)  # the possible N
 # Arguments that kernels share. tokens: those of all sequences; tokens_per_block: those that a block takes one after the
 # other; token_ids: the text, T + 1 of each sequence; count: the numbers of an array; moments [tokens, 2]: mean and
 # 1 / deviation of a norm; first, value: the arrays of the change that `AddNorm` adds.
@@ -142,29 +141,21 @@ class NormBackward(TokenKernel):
         return (512 if self.C < 2 else 384) // self.THREADS
 
 
-class GatedNormBackward(TokenKernel):
-    """The gradients of `rwkv6_model_kernels.GatedNorm`: y = GroupNorm(o) silu(gate)."""
-
-    file = "training/gated_norm_backward"
-    arguments = members(
-        "pointers dy o gate weight bias do_ dgate parts, int64s tokens D N tokens_per_block, float64s eps"
-    )
-
-
 class OfHeads(Kernel):
     """The base of kernels in which LANES lanes of a warp compute a head of one token, or of several, one after the
     other; a lane has eight channels. ALIGNED: whether heads have a multiple of 8 channels."""
 
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 16, 32)  # the possible LANES
+    MOST_CHANNELS: ClassVar[int] = 8 * WIDTHS[-1]  # of a head
     threads = 128
     T: np.dtype
     LANES: int
     ALIGNED: bool
 
     @classmethod
-    def fitting(cls, T, N):
-        """The instance for heads of N channels."""
-        return cls(T, next(lanes for lanes in cls.WIDTHS if N <= 8 * lanes), N % 8 == 0)
+    def fitting(cls, T, N, **fields):
+        """The instance for heads of N channels; `fields`: those of the derived class."""
+        return cls(T, next(lanes for lanes in cls.WIDTHS if N <= 8 * lanes), N % 8 == 0, **fields)
 
     def blocks(self, heads) -> int:
         """Blocks for so many heads, each of one token, or of several."""
@@ -203,21 +194,26 @@ class KeysBackward(OfHeads):
         return 2 if self.T == np.float32 else 3
 
 
-class BonusNormBackward(OfHeads):
-    """The gradients of `rwkv6_model_kernels.GatedNorm` with BONUS, but for those of r, key and v, which `KeysBackward`
-    computes from the scores."""
+class GatedNormBackward(OfHeads):
+    """The gradients of `rwkv6_model_kernels.GatedNorm`. With BONUS those of r, key and v are left to `KeysBackward`,
+    which computes them from the scores."""
 
-    file = "training/bonus_norm_backward"
+    file = "training/gated_norm_backward"
     arguments = members(
-        "pointers dy o gate r key v weight bias bonus do_ dgate scores parts, int64s tokens H N tokens_per_block, "
-        "float64s eps"
+        "pointers dy o gate, pointers? r key v, pointers weight bias, pointers? bonus, pointers do_ dgate, "
+        "pointers? scores, pointers parts, int64s tokens H N tokens_per_block, float64s eps"
     )
-    PARAMETERS: ClassVar[int] = 3  # in `parts`: weight, bias, bonus
-    constants = (*OfHeads.constants, ("PARAMETERS", "PARAMETERS"))
+    constants = (("PARAMETERS<{BONUS}>", "parameters"),)
+    BONUS: bool
+
+    @property
+    def parameters(self) -> int:
+        """The vectors in `parts`: weight, bias, and with BONUS the bonus."""
+        return 2 + self.BONUS
 
     @property
     def blocks_per_multiprocessor(self):
-        return 4
+        return 4 if self.BONUS else 5
 
 
 class LowRanks(Kernel):

@@ -199,6 +199,9 @@ class TrainingStep:
         if self.D % 8 or self.D > kernels.MOST_CHANNELS:
             wanted = f"expected a multiple of 8 up to {kernels.MOST_CHANNELS} for training on cuda"
             version.refuse(f"width is {self.D}, {wanted}")
+        N, most = weights.layers[0].bonus.shape[1], kernels.OfHeads.MOST_CHANNELS
+        if N % 2 or N > most:
+            version.refuse(f"head size is {N}, expected an even number up to {most} for training on cuda")
         self.first_v: Any = None  # RWKV-7's v of the first layer, which the others mix into theirs
         self.first_v_gradients: Any = None  # those layers' gradients of it [layers, tokens, D], the last layer's first
         self.later_layers, self.layers_pulled = len(weights.layers) - 1, 0
@@ -377,12 +380,12 @@ class TrainingStep:
 
     def gated_norm_backward(self, dy, o, gate, norm, N, out):
         """The pullback of `gated_norm`: the gradients of o and gate; those of the norm's weights go to `out`."""
-        do, dgate = self.empty(*o.shape), self.empty(*o.shape)
-        kernel = kernels.GatedNormBackward(self.dtype, self.threads)
-        parts = self.partial_sums(kernel, 2)
+        do, dgate, heads = self.empty(*o.shape), self.empty(*o.shape), self.D // N
+        kernel = kernels.GatedNormBackward.fitting(self.dtype, N, BONUS=False)
+        parts = self.partial_sums(kernel, kernel.parameters, heads)
         self.run_kernel(
             kernel,
-            len(parts),
+            kernel.blocks(len(parts) * heads),
             dy=dy,
             o=o,
             gate=gate,
@@ -390,6 +393,7 @@ class TrainingStep:
             do_=do,
             dgate=dgate,
             parts=parts,
+            H=heads,
             N=N,
             eps=GROUP_NORM_EPS * self.scale**2,
         )
@@ -432,17 +436,17 @@ class TrainingStep:
         return replace(pulled, dxx=dxx)
 
     # -- arrays and launches --
-    def partial_sums(self, kernel, n, heads=1):
+    def partial_sums(self, kernel, n, heads=None):
         """Memory for partial sums: a row of n vectors of D numbers for each block of tokens of a kernel. There are as
         many as run at the same time: more would be written and added up, fewer would leave multiprocessors idle."""
         tokens_per_block = ceil_div(self.tokens, max(1, self.at_once(kernel, heads)))
         return self.empty(ceil_div(self.tokens, tokens_per_block), n * self.D, dtype=FLOAT32)
 
     def at_once(self, kernel, heads):
-        """The blocks of tokens that run at the same time: blocks of a kernel, or, for several `heads`, of some lanes
-        for each head."""
+        """The blocks of tokens that run at the same time: blocks of a kernel, or, with `heads`, of some lanes for each
+        head."""
         blocks = self.device.multiprocessors * kernel.blocks_per_multiprocessor
-        return blocks if heads == 1 else blocks * kernel.threads // kernel.LANES // heads
+        return blocks * kernel.threads // kernel.LANES // heads if heads else blocks
 
     def sum(self, parts, first_out, rest_out=None, add=False):
         """Has `add_up` sum over the rows of `parts`: the first `first_out.size` go to `first_out`, the others to

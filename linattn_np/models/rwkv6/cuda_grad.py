@@ -11,7 +11,6 @@ residual, "Added" an array, "Gated" sigmoid(an array) times another one; `site` 
 
 from functools import partial
 
-from ...backends.cupy.rwkv6_training_kernels import HEADS
 from ...ops.functions import rwkv6
 from ..rwkv import cuda_grad
 from ..rwkv.cuda_grad import Change, InputGradients, Mix
@@ -30,11 +29,6 @@ class TimeMix(Mix):
     """
 
     NORM, MIX, TAKES = "ln1", "maa_x", 1
-
-    def __init__(self, step, layer):
-        super().__init__(step, layer)
-        if (N := layer.bonus.shape[1]) not in HEADS:
-            VERSION.refuse(f"head size is {N}, expected one of {', '.join(map(str, HEADS))} for training on cuda")
 
     def forward(self, mixed, xx, previous_xx, site):
         step, layer = self.step, self.layer

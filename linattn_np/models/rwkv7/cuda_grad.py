@@ -26,7 +26,6 @@ from ..rwkv.grad import vjp_from_start
 from ..rwkv.version import GROUP_NORM_EPS, unit_of_squares
 from .names import VERSION
 
-MOST_CHANNELS = 8 * kernels.OfHeads.WIDTHS[-1]  # of a head: a lane has eight
 # A product of low rank is activation(mix down) up, with two matrices. Its place is that of its mix among the six mixes
 # w a g k v r. icl: the in-context learning rate
 LOW_RANKS = {"decay": 0, "icl": 1, "gate": 2, "value": 4}
@@ -58,9 +57,6 @@ class TimeMix(Mix):
     def __init__(self, step, layer):
         super().__init__(step, layer)
         self.H, self.N = layer.bonus.shape
-        if self.N % 2 or self.N > MOST_CHANNELS:
-            wanted = f"expected an even number up to {MOST_CHANNELS} for training on cuda"
-            VERSION.refuse(f"head size is {self.N}, {wanted}")
         ranks = {name: getattr(layer, f"{name}_down").shape[1] for name in LOW_RANKS if hasattr(layer, f"{name}_down")}
         ends = list(accumulate(ranks.values()))
         self.columns, self.all_ranks = dict(zip(ranks, zip([0, *ends], ends))), ends[-1]
@@ -258,9 +254,9 @@ class TimeMix(Mix):
     def gated_norm_backward(self, dy, grads):
         """(The gradient of o, that of the gate, scores): scores [tokens, H, 2] are the sum r key bonus over a head, and
         its gradient, in float32."""
-        step, kernel = self.step, kernels.BonusNormBackward.fitting(self.step.dtype, self.N)
+        step, kernel = self.step, kernels.GatedNormBackward.fitting(self.step.dtype, self.N, BONUS=True)
         do, dgate = step.empty(*dy.shape), step.empty(*dy.shape)
-        parts = step.partial_sums(kernel, kernel.PARAMETERS, self.H)
+        parts = step.partial_sums(kernel, kernel.parameters, self.H)
         scores = step.empty(step.tokens, self.H, 2, dtype=FLOAT32)
         arrays = {"dy": dy, "r": self.r, "key": self.key, "v": self.mixed_v, "bonus": self.layer.bonus}
         results = {"do_": do, "dgate": dgate, "scores": scores, "parts": parts}
