@@ -21,8 +21,7 @@ template <typename T> struct Args {
   i64 H, Tq, V, chunks;
 };
 
-constexpr int THREADS = 4 * CHUNK_QUERIES;
-template <typename T> __global__ void __launch_bounds__(THREADS, 2) softmax_statistics(const Args<T> args) {
+template <typename T> __global__ void __launch_bounds__(4 * CHUNK_QUERIES, 2) softmax_statistics(const Args<T> args) {
   const Work& work = args.works[blockIdx.x];
   const int query = threadIdx.x / 4;
   const i64 head = i64(work.batch) * args.H + work.head, token = work.start + query;

@@ -307,9 +307,8 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
   if (lane == 0) tensor_store_wait();  // o has been read before the block's shared memory ends
 }
 
-template <class Memory> constexpr int THREADS = 128 * (Memory::WARPGROUPS + 1);  // one more has the producer
 template <typename T, int K, int V, bool CAPPED>
-__global__ void __launch_bounds__(THREADS<Shared<T, K, V, CAPPED>>, 1)
+__global__ void __launch_bounds__(128 * Shared<T, K, V, CAPPED>::WARPGROUPS + 128, 1)
     softmax_sm90_forward(const __grid_constant__ Args<T> args) {
   using Memory = Shared<T, K, V, CAPPED>;
   Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());

@@ -310,11 +310,7 @@ class GatedForwardSm90(HopperKernel):
     )
     shared_memory = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     CHUNK, SUB_CHUNK = 32, 8
-    constants = (
-        ("CHUNK", "CHUNK"),
-        ("SUB_CHUNK", "SUB_CHUNK"),
-        ("{schedule}::CLUSTER_SIZE", "blocks_per_cluster"),
-    )
+    constants = ("CHUNK", "CHUNK"), ("SUB_CHUNK", "SUB_CHUNK"), ("{schedule}::CLUSTER_SIZE", "blocks_per_cluster")
     read_order: str
     schedule: str
     dtype: np.dtype
@@ -368,11 +364,7 @@ class GatedBackwardSm90(GatedKernel, HopperKernel):
     # bounds its error.
     CHECKPOINT_EVERY: ClassVar[int] = 1024
     FLAGS: ClassVar[int] = 2  # float32 numbers after a chunk's `query_sums`; their 8 bytes are a flag for each warp
-    constants = (
-        ("CHUNK", "CHUNK"),
-        ("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"),
-        ("FLAGS", "FLAGS"),
-    )
+    constants = ("CHUNK", "CHUNK"), ("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS")
     BK: int
     BV: int
 
