@@ -149,7 +149,12 @@ def test_only_sums_over_channels_are_multiplied_in_float32(op, products):
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("gate, gate_dtype", [("logsigmoid", "bfloat16"), ("weak", "float32"), ("all-20", "bfloat16")])
 def test_shared_gates_by_tiles(hopper, gate, gate_dtype, segments, rng, monkeypatch):
-    """The gate's gradient with the digits of q . dq and k . dk, whose sums it is, as that of narrow heads has."""
+    """The gate's gradient with the digits of q . dq and k . dk, whose sums it is, as that of narrow heads has.
+
+    Its error at a token is the sum of all later tokens': a random walk, whose mean square over the four heads is about
+    a fourth of a chi-square of four degrees. That passes 8.3 times its mean once in a million draws; 2.9 times the root
+    of the mean, 3.8e-3 in 36 draws of weak gates and less with the others, is 1.1e-2.
+    """
     monkeypatch.setattr(cuts, "segments_that_fill", lambda *_: segments)
     sizes = {"B": 2, "H": 2, "T": 300, "K": 136, "V": 200, "N": 2}
     q, k, v, g = arrays = draw(SIMPLE_GLA, rng, sizes, "bfloat16", gate, gate_dtype)
@@ -164,7 +169,7 @@ def test_shared_gates_by_tiles(hopper, gate, gate_dtype, segments, rng, monkeypa
     for name, x, exact in zip(("dq", "dk", "dv", "dh0"), (dq, dk, dv, host(dh0[0])), (*wanted[:3], wanted[4])):
         assert_close(name, x, exact, "bfloat16", rows=Hopper.gradient_rows["bfloat16"])
     terms = (double(k) * wanted[1]).sum(-1)
-    assert rms(double(dg) - wanted[3]) <= 6e-3 * max(rms(wanted[3]), rms(terms))  # half of what narrow heads may
+    assert rms(double(dg) - wanted[3]) <= 1.2e-2 * max(rms(wanted[3]), rms(terms))  # what narrow heads may
 
 
 def test_tokens_own_gates_take_tiles_of_segments():
