@@ -221,7 +221,7 @@ CLASSES = {
     "numba": NumbaSimulated if SIMULATOR else Numba,
 }
 
-PART = 1 / 4  # of the cases that have all pairs of values
+PART = 1 / 5  # of the cases that have all pairs of values
 
 # Fixtures for kernels of some cards alone, and the backend that has no cases of theirs: a case that is skipped would
 # stand for its pairs of values.

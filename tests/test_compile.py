@@ -5,7 +5,7 @@ instance is translated once for each, and assembled for every card. What was com
 `disk.py` says where it is kept.
 
 With --exhaustive the main targets have every instance, and the others those that have between them every pair of
-arguments. Without it a part is compiled, a third of those that have every single argument, each instance for one of all
+arguments. Without it a part is compiled, a quarter of those that have every single argument, each instance for one of all
 targets: another part, for other targets, for another seed. `translated.py` has more instances read.
 """
 
@@ -49,7 +49,7 @@ def chosen(kernels, exhaustive, seed):
     most = pairs.instances(kernels, 2)
     few = pairs.instances(most, 1, seed)
     draw = random.Random(f"{seed} {kernels[0].file}")
-    part = draw.sample(few, -(-len(few) // 3))
+    part = draw.sample(few, -(-len(few) // 4))
     if kernels[0].arch:
         return {kernels[0].arch: kernels if exhaustive else part}
     if exhaustive:
