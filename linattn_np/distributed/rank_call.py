@@ -139,8 +139,8 @@ class RankCall:
             "output_final_state": problem.output_final_state,
             "cu_seqlens": None if bounds is None else bounds.tolist(),
         }
-        options = (*COMPUTE_OPTIONS, "feature_map", "normalize")
-        shared |= {name: arguments[name] for name in options if name in arguments}
+        options = (*COMPUTE_OPTIONS, *OPERATOR_OPTIONS)  # but gamma, whose logarithm is compared below
+        shared |= {name: arguments[name] for name in options if name in arguments and name != "gamma"}
         if "log_decay" in problem.options:
             shared["log(gamma)"] = problem.options["log_decay"].tolist()
         return shared

@@ -34,6 +34,8 @@ LOWEST_EXPONENT = float32(-87)  # exp returns 0 below
 TANH_LIMIT = float32(7.90531110763549805)  # tanh of larger numbers rounds to 1
 PANEL = 64  # keys of a panel
 TILE = 64  # query rows of a tile: tokens times the query heads that share a key head
+# `multiply` writes whole blocks: what is rounded up to BLOCK_COLUMNS, and a panel's keys, are whole BLOCK_ROWS, too.
+assert BLOCK_COLUMNS % BLOCK_ROWS == PANEL % BLOCK_ROWS == 0
 SHORT = 256  # tokens up to which the forward pass takes half a tile's rows: of fewer rows fewer scores are masked
 
 
@@ -163,7 +165,8 @@ def multiply_block(typing, a, a_row, a_column, b, b_row, depth, c, c_row, add):
 def multiply(a, b, c, depth, add):
     """c = a b, or c += a b if `add`, with the first `depth` columns of a and rows of b.
 
-    a [rows, >= depth] may have any strides; rows of b [>= depth, columns] and of c [rows, columns] are contiguous.
+    a [rows, >= depth] may have any strides; rows of b [>= depth, columns] and of c [rows, columns] are contiguous. The
+    rows of a and c must be a multiple of BLOCK_ROWS, their columns of BLOCK_COLUMNS: others' memory is overwritten.
     """
     a_row, a_column = a.strides
     for j in range(0, c.shape[1], BLOCK_COLUMNS):
