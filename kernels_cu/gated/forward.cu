@@ -99,10 +99,7 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   if (ReadOrder::reads_before_write)
     for (int c = threadIdx.x; c < BK; c += THREADS)
       s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
-  for (int index = threadIdx.x; index < s.NUMBERS * BT * s.LDA; index += THREADS)
-    s.A[index] = from_float<typename OperandOf<T>::Type>(0.f);
-  if (Share::CHANNEL_PARTS == 1)  // a share has all channels: nothing else writes part 1 of the direct scores
-    for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
+  clear_scores<Share, THREADS>(s);
 
   // Starts copying q, k and v of the chunk that begins with token `token` of the sequence to stage `stage`.
   const auto fetch = [&](int token, int stage) {

@@ -359,6 +359,16 @@ __device__ __forceinline__ void store_direct_scores(Shared& s, const WarpShare& 
   }
 }
 
+// Before the first chunk, by all threads of the block: sets to zero the scores A, which no task stores above the
+// diagonal, and the part of direct scores that nobody stores where a share has all channels.
+template <class WarpShare, int THREADS, class Storage> __device__ __forceinline__ void clear_scores(Storage& s) {
+  constexpr int NUMBERS = sizeof s.A / sizeof s.A[0], QUERIES = sizeof s.direct[0][0] / sizeof(float);
+  for (int index = threadIdx.x; index < NUMBERS; index += THREADS) s.A[index] = {};
+  if (WarpShare::CHANNEL_PARTS == 1)
+    for (int index = threadIdx.x; index < 2 * QUERIES; index += THREADS)
+      s.direct[index / QUERIES][1][index % QUERIES] = 0.f;
+}
+
 // Stores queries decayed from the borders between them and keys of other sub-chunks (`border`, as in the table at the
 // top), and from the chunk's start (state_q).
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class WarpShare>

@@ -75,9 +75,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     fetch_chunk_gates<Share, WIDE>(s.gates, args.g, b, h, span.start, rows, channel, channels, bytes);
   };
 
-  for (int index = threadIdx.x; index < SCORES; index += THREADS) s.A[index] = from_float<T>(0.f);
-  // A warp has all 128 channels of a token: part 1 of the scores without gates stays 0.
-  for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
+  clear_scores<Share, THREADS>(s);
   const ScoreTask<T> task(warp, warp < BT / SUB_CHUNK);
   float scores[4] = {}, self_score = 0.f;  // of this warp's task; of token threadIdx.x with itself
   bool grows = false;                      // whether a gate that this thread has read exceeds GROWTH

@@ -99,7 +99,7 @@ __device__ __forceinline__ auto warpgroup_panels(X (&tile)[PANELS][CHUNK][PANEL<
 // 8, so that both or neither do. `state`: the state in memory; `channel`: the first of this lane's two channels, 64
 // warpgroup + 16 warp + g; the other one is 8 later. S[4n + 2h], S[4n + 2h + 1] are columns 8n + 2t and the next of
 // channel + 8h. HAS_FULL_PATH: if V is BV, code without a branch for each pair is used.
-constexpr bool HAS_FULL_PATH = true;  // the template parameter's value, by its name; so READ_FIRST and BY_KEY below
+constexpr bool HAS_FULL_PATH = true;  // the template parameter's value, by its name
 template <int BV, bool HAS_FULL_PATH = false, typename P, class F>
 __device__ __forceinline__ void each_pair_of_state(float (&S)[BV / 2], P* state, const Shape& shape, int channel, F f) {
   const int t = threadIdx.x & 3;
@@ -138,17 +138,14 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
   }
 }
 
-// S <- diag(decays) S, and starts the product x[channel, token] = S tokens^T with the new S, or, READ_FIRST, with the S
-// before the decay; `tokens` is a tile. decays: of this lane's two channels, g and g + 8. EXACT: S is multiplied as the
-// sum of two bfloat16 numbers, and f(n, rounded, remainders) is called for the n-th 16 columns, so that the caller can
-// keep or store them; otherwise S is rounded to one bfloat16 number, and f is not called. The product is made in parts
-// of PART times 16 columns, two parts under way at a time, so that registers hold the bfloat16 numbers of two parts
-// only. When the function returns, the last parts are still under way: the caller must call wgmma_wait before it reads
-// x or overwrites `tokens`.
-constexpr bool READ_FIRST = true;
-template <int BV, bool READ_FIRST = false, int PART = 2, bool EXACT = true, class F>
-__device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const float (&decays)[2],
-                                           bf16 (&tokens)[BV / 64][CHUNK][64], F f) {
+// Starts the product x[channel, token] = S tokens^T of S as it is, then S <- decay S; `tokens` is a tile. SPLIT: S is
+// multiplied as the sum of two bfloat16 numbers; otherwise it is rounded to one. The product is made in parts of PART
+// times 16 columns, two parts under way at a time, so that registers hold the bfloat16 numbers of two parts only. When
+// the function returns, the last parts are still under way: the caller must call wgmma_wait before it reads x or
+// overwrites `tokens`.
+template <int BV, int PART, bool SPLIT>
+__device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], float decay,
+                                           bf16 (&tokens)[BV / 64][CHUNK][64]) {
   static_assert(BV / 16 % PART == 0);
   constexpr int PARTS = BV / 16 / PART;
   u32 rounded[2][PART][4], remainders[2][PART][4];
@@ -159,12 +156,10 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         float &a = from[2 * m], &b = from[2 * m + 1];
-        if (!READ_FIRST) a *= decays[m & 1], b *= decays[m & 1];
         rounded[part & 1][n][m] = pack<bf16>(a, b);
-        if (EXACT) remainders[part & 1][n][m] = remainder_of(rounded[part & 1][n][m], a, b);
-        if (READ_FIRST) a *= decays[m & 1], b *= decays[m & 1];
+        if (SPLIT) remainders[part & 1][n][m] = remainder_of(rounded[part & 1][n][m], a, b);
+        a *= decay, b *= decay;
       }
-      if (EXACT) f(part * PART + n, rounded[part & 1][n], remainders[part & 1][n]);
     }
   };
   const auto multiply = [&](int part) {
@@ -174,7 +169,7 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
       // 16 columns, 32 bytes, of the panel's rows. K_MAJOR: a row of the tile is a token, a column of the product.
       const u64 b = k_major_tile(tokens[tile / 4]) + tile % 4 * 32 / 16;
       wgmma<bf16, CHUNK, K_MAJOR>(x, rounded[part & 1][n], b, tile > 0);
-      if (EXACT) wgmma<bf16, CHUNK, K_MAJOR>(x, remainders[part & 1][n], b, ACCUMULATE);
+      if (SPLIT) wgmma<bf16, CHUNK, K_MAJOR>(x, remainders[part & 1][n], b, ACCUMULATE);
     }
     wgmma_commit();
   };
@@ -203,19 +198,12 @@ __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x
     wgmma<bf16, BV, MN_MAJOR>(S, x[step], b + step * 16 * 128 / 16, ACCUMULATE);
 }
 
-// Starts y[channel, i] = sum_j x[channel, j] pairs[i, j], or +=, if `accumulate`; the caller fences, commits and waits,
-// as for write_state. `pairs` has a number for each query i and key j of the chunk. BY_KEY: y[channel, j] = sum_i
-// x[channel, i] pairs[i, j]. REMAINDERS: the product takes columns 32 to 63 of `pairs`, where a chunk of 32 tokens may
-// have the remainders of the pairs in columns 0 to 31.
-constexpr bool BY_QUERY = false, BY_KEY = true;
-template <bool BY_KEY, bool REMAINDERS = false>
-__device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16 (&pairs)[CHUNK][64], bool accumulate) {
-  static_assert(!REMAINDERS || CHUNK == 32);
-  const u64 b = k_major_tile(pairs) + (REMAINDERS ? 64 / 16 : 0);
+// Starts y[channel, i] += sum_j x[channel, j] pairs[i, j]; the caller fences, commits and waits, as for write_state.
+// `pairs` has a number for each query i and key j of the chunk.
+__device__ __forceinline__ void add_pair_products(Values& y, const Operand& x, bf16 (&pairs)[CHUNK][64]) {
+  const u64 b = k_major_tile(pairs);
 #pragma unroll
-  for (int step = 0; step < CHUNK / 16; ++step)
-    wgmma<bf16, CHUNK, BY_KEY ? MN_MAJOR : K_MAJOR>(y, x[step], b + step * (BY_KEY ? 16 * 128 : 32) / 16,
-                                                    accumulate || step);
+  for (int step = 0; step < CHUNK / 16; ++step) wgmma<bf16, CHUNK, K_MAJOR>(y, x[step], b + step * 32 / 16, ACCUMULATE);
 }
 
 // ---- scalar decays: one gate for all channels of a token ------------------------------------------------------------
@@ -227,12 +215,12 @@ __device__ __forceinline__ G gate_of(const StridedRows<const G>& gates, const Wo
   return token >= 0 && token < work.tokens ? *gates.row(work.batch, work.head, work.start + token) : from_float<G>(0.f);
 }
 
-// Loads one factor for each token of this lane, times `scale`: x[2n + p] is of token 8n + 2t + p.
-__device__ __forceinline__ void load_token_factors(float (&x)[CHUNK / 4], const float* from, float scale = 1.f) {
+// Loads one factor for each token of this lane: x[2n + p] is of token 8n + 2t + p.
+__device__ __forceinline__ void load_token_factors(float (&x)[CHUNK / 4], const float* from) {
 #pragma unroll
   for (int n = 0; n < CHUNK / 8; ++n) {
     const float2 factors = *reinterpret_cast<const float2*>(from + 8 * n + 2 * (threadIdx.x & 3));
-    x[2 * n] = scale * factors.x, x[2 * n + 1] = scale * factors.y;
+    x[2 * n] = factors.x, x[2 * n + 1] = factors.y;
   }
 }
 

@@ -132,13 +132,7 @@ __global__ void __launch_bounds__(2 * BV,
     each_number<BK>(S, i64(sequence_head) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
   };
   each_state_number([&](float& x, i64 index, bool inside) { x = args.initial && inside ? args.initial[index] : 0.f; });
-  if constexpr (HAS_OUTPUTS) {
-    // Scores, of which each is the sum of NUMBERS numbers: those above the diagonal stay 0.
-    for (int index = threadIdx.x; index < s.NUMBERS * BT * s.LDA; index += THREADS)
-      s.A[index] = from_float<typename OperandOf<T>::Type>(0.f);
-    if (Share::CHANNEL_PARTS == 1)  // then no warp stores part 1 of direct scores: it stays 0
-      for (int index = threadIdx.x; index < 2 * BT; index += THREADS) s.direct[index / BT][1][index % BT] = 0.f;
-  }
+  if constexpr (HAS_OUTPUTS) clear_scores<Share, THREADS>(s);
 
   // Starts to copy k, q and v of the chunk that begins with token `token` of the sequence to stage `stage`.
   const auto fetch = [&](int token, int stage) {

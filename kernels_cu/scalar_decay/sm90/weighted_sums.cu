@@ -53,9 +53,8 @@
 //   load_channels, store_values: move a warp's 16 columns of a panel
 //   each_transposed(S, state, strides, size, ...): calls f for the lane's numbers of S and their addresses in `state`
 //   wgmma_fence_operand keeps uses of a product's result behind the wait
-//   read_state, write_state: start the product S tokens^T and the decay of S (READ_FIRST: the product with the S before
-//                       the decay); start S += x tokens. multiply_pairs: starts the product with A [query, key]
-//                       (BY_QUERY)
+//   read_state, write_state: start the product S tokens^T, then decay S; start S += x tokens. add_pair_products: starts
+//                       the product with A [query, key]
 //   load_token_factors, decay_tokens: factors of a lane's tokens; tokens times factors
 // From weighted_sums_storage.cuh
 //   first_token_of      the first token of an iteration's chunk; ends_stretch: whether a chunk is its stretch's last
@@ -210,14 +209,12 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       }
     }
     mbarrier_wait(s.full[iteration % STAGES], phase);
-    // read_state multiplies a lane's two columns by decays of their own; here one decay is for all columns.
-    const float chunk_decay = gates.chunk_decay, decays[2] = {chunk_decay, chunk_decay};
+    const float chunk_decay = gates.chunk_decay;
     Values o;
     if constexpr (Pass::HAS_OUTPUTS) {
-      // READ_FIRST: o = S q of the state before the chunk, then S *= decays. CONVERTED blocks of 16 channels of S are
-      // rounded at a time. SPLITS_STATE: S is the sum of two numbers, with which the callback, empty here, is called.
-      read_state<BK, READ_FIRST, CONVERTED, Pass::SPLITS_STATE>(o, S, decays, in.q,
-                                                                [](int, const u32(&)[4], const u32(&)[4]) {});
+      // o = S q of the state before the chunk, then S *= chunk_decay. CONVERTED times 16 channels of S are rounded at a
+      // time. SPLITS_STATE: S is multiplied as the sum of two numbers.
+      read_state<BK, CONVERTED, Pass::SPLITS_STATE>(o, S, chunk_decay, in.q);
     } else {
       for (float& value : S) value *= chunk_decay;
       total_decay *= chunk_decay;
@@ -251,7 +248,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       load_channels(v, in.v[warpgroup]);
       mbarrier_wait(s.scores[iteration % STAGES], phase);
       wgmma_fence();
-      multiply_pairs<BY_QUERY>(o, v, in.A, ACCUMULATE);  // starts o += v A^T
+      add_pair_products(o, v, in.A);  // starts o += v A^T
       wgmma_commit();
     }
     wgmma_wait<0>();
