@@ -5,10 +5,7 @@
 // grid      the arrays' blocks follow each other, an array's from its `first_block` on; a thread copies AT_ONCE pieces
 //           of 16 bytes of `to`. Where the numbers of a source's row are neighbours, it loads the five words of 4 bytes
 //           that have the source's 16 bytes, wherever these start; else, and at the array's ends, 2 bytes at a time
-// smem      none
-// barriers  none
 // numerics  bits are copied. A number has 2, 4, 8 or 16 bytes: neighbours that are always copied together count as one
-// source    none
 // limits    as many arrays as COPIES; `to` starts on 16 bytes
 //
 // The program is short on purpose, so it loops over pieces and rows: multiprocessors waited longer for 10,000

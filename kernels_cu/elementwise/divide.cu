@@ -2,11 +2,8 @@
 // math      o = y / z, where 0 / 0 is 0
 // shapes    yz [B, H, T, more than V] float32 or float64, column V is z; o [B, H, T, V]
 // grid      a warp for every token
-// smem      none
-// barriers  none
 // numerics  float32, for float64 data float64
 // source    Katharopoulos et al., 2020, eq. 12
-// limits    none
 #include "ptx.cuh"
 #include "real.cuh"
 #include "tensor.cuh"

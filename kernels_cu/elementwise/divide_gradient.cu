@@ -3,11 +3,8 @@
 // shapes    yz dyz [B, H, T, columns] float32 or float64, column V is z, later columns are padding with gradient 0;
 //           do [B, H, T, V]
 // grid      a warp for every token
-// smem      none
-// barriers  none
 // numerics  float32, for float64 data float64
 // source    Katharopoulos et al., 2020, eq. 12
-// limits    none
 #include "lanes.cuh"
 #include "ptx.cuh"
 #include "real.cuh"

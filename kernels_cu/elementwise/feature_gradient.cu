@@ -2,11 +2,8 @@
 // math      dx = dy phi'(x)
 // shapes    x dx [B, H, T, C], dy [B, H, T, C]
 // grid      a thread for every number
-// smem      none
-// barriers  none
 // numerics  float32; float64 for float64 inputs
 // source    Katharopoulos et al., 2020, section 3.2.1
-// limits    none
 #include "feature.cuh"
 #include "ptx.cuh"
 #include "real.cuh"

@@ -3,8 +3,6 @@
 // math      y = phi(x):  x,  elu(x) + 1,  max(x, 0)  or  exp(x)
 // shapes    x y [B, H, T, C]; a stride of x may be 0: x is then repeated along that axis
 // grid      a thread for every PIECE neighbouring numbers of y, or for every number if `vectors` is 0
-// smem      none
-// barriers  none
 // numerics  float32, for float64 data float64
 // source    Katharopoulos et al., 2020, section 3.2.1
 // limits    `step` is 0 or 1

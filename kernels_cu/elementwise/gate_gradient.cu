@@ -2,11 +2,8 @@
 // math      dg = sum_c dg_channels_c
 // shapes    dg_channels [B, H, T, C] float32 or float64; dg [B, H, T, 1]
 // grid      `lanes` neighbouring threads for every token, a power of 2 up to 32; 128 threads
-// smem      none
-// barriers  none
 // numerics  float32, for float64 data float64; always in the same order
 // source    Yang et al., 2024, section 4.4
-// limits    none
 #include "ptx.cuh"
 #include "real.cuh"
 #include "tensor.cuh"

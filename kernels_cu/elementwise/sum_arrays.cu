@@ -4,11 +4,8 @@
 // shapes    arrays [N, H, K] float32 or float64; sum [H, K] with rows `row_stride` apart
 // grid      a warp for every NUMBERS numbers of sum: each of LANES lanes adds every LANES-th array, then their sums are
 //           added
-// smem      none
-// barriers  none
 // numerics  float32, for float64 data float64; always in the same order
 // source    Peng et al., 2024, eq. 18-19
-// limits    none
 #include "ptx.cuh"
 #include "real.cuh"
 

@@ -16,7 +16,6 @@
 //           chunk_states [N, H, R, shape.chunk, columns]: X_{t-1} of all tokens t of the chunk that is being computed;
 //           u [H, R] or [H, C]; du [N, H, R]. N sequences: shape.count in each of B rows of the batch
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
-// smem      none
 // barriers  none: a lane reads what it has written itself
 // numerics  float64 throughout, sums over the columns in a fixed order. da is no difference of sums, which would
 //           lose its digits if gates are strong

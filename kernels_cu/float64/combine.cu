@@ -3,11 +3,8 @@
 //           c, A the scores
 // shapes    C tokens a chunk. qg [B, H, T, K], A [B, H, T, C], h [B, H, NC, K, V], v o [B, H, T, V]
 // grid      a block for every (batch, head, chunk), batch slowest; 128 threads over (token, column)
-// smem      none
-// barriers  none
 // numerics  float64 throughout, sums in the order of channels, then of tokens
 // source    Yang et al., 2024, eq. 5
-// limits    none
 #include "real.cuh"
 #include "tensor.cuh"
 

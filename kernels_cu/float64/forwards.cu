@@ -11,8 +11,6 @@
 //           [H, C]; chunk_starts [B, H, NC, R, C], of NC chunks in a row of the batch. N sequences: shape.count in each
 //           of B rows
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
-// smem      none
-// barriers  none
 // numerics  float64 throughout, sums over the columns in a fixed order
 // source    Yang et al., 2024, eq. 3 and section 4.1; Peng et al., 2024, eq. 18-19
 // limits    COLUMNS columns a launch. Later launches add to the `result` of earlier ones

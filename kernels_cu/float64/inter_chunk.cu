@@ -3,11 +3,8 @@
 //           gates from the chunk's start, b_C that of its last token
 // shapes    kg b [B, H, T, K], v [B, H, T, V], h [B, H, NC, K, V], initial and final [N, H, K, V]
 // grid      a block for every (sequence, head, 128 numbers of the state), sequence slowest; a number a thread
-// smem      none
-// barriers  none
 // numerics  float64 throughout, tokens in their order
 // source    Yang et al., 2024, eq. 4
-// limits    none
 #include "real.cuh"
 #include "tensor.cuh"
 

@@ -3,11 +3,8 @@
 //           A_ii = sum_c q_ic u_c k_ic)
 // shapes    q k g [B, H, T, K], g log gates, u [H, K], C tokens a chunk, A [B, H, T, C], zero above the diagonal
 // grid      a block for every (batch, head, chunk), batch slowest; 128 threads over the pairs
-// smem      none
-// barriers  none
 // numerics  float64 throughout; the gates between two tokens are summed alone, no cumulated sums are subtracted
 // source    Yang et al., 2024, section 4.3
-// limits    none
 #include "read_order.cuh"
 #include "real.cuh"
 #include "tensor.cuh"

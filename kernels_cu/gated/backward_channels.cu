@@ -57,7 +57,6 @@
 //           TF32_CORRECTION (fragments.cuh) multiplies that away, 1 for operands that are not truncated.
 //           If columns of V have gates, too (Columns; GLA only), dA comes from value_gate/backward_scores.cu.
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    none
 // instances T and G are float32: PRODUCTS of 1 and 3. T has 16 bits and G is T or float32: PRODUCTS of 1, and of 3 if
 //           it is GLA, Ungated and G is float32. Ungated: GLA and RWKV-6; Gated, GatedTurned: GLA
 // tests     test_gradient_kernels; Gated, GatedTurned: test_value_gate; gates that grow: test_growth_gradients

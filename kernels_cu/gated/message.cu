@@ -9,11 +9,8 @@
 //           contiguous otherwise; all float32
 // grid      a thread for every number of the message, or of `total` only, if the message has the state already; 256 a
 //           block
-// smem      none
-// barriers  none
 // numerics  float32
 // source    Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", 2024, section 4
-// limits    none
 #include "ptx.cuh"
 
 struct Args {

@@ -9,8 +9,6 @@
 //           gates, too: column_decays [2, N, P, H, V]; then both are logarithms, and decay_p is exp of their sum
 // grid      a block for every (direction, sequence, head, TILE numbers of K x V), directions slowest; 256 threads, each
 //           with COLUMNS of them
-// smem      none
-// barriers  none
 // numerics  float32. 0 times an infinite decay, of gates above 0, counts as 0
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, sequentially
 // limits    V and BV multiples of 4

@@ -6,8 +6,6 @@
 //           logarithms, and decay_i is exp of the sum of both rows and of the column's. starts [N, P, H, K, V];
 //           initial, final [N, H, K, V]
 // grid      a block for every (sequence, head, 256 WIDTH values of K x V), sequence slowest; 256 threads, WIDTH each
-// smem      none
-// barriers  none
 // numerics  float32. If `final` is null, the summaries of the last segment are not read
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, here one part after the other
 // limits    WIDTH of 1, or of 4 if V and BV are multiples of 4

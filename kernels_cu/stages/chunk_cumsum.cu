@@ -2,11 +2,8 @@
 // math      b_i = g_1 + ... + g_i,   e_j = g_{j+1} + ... + g_C, of the log gates g of a chunk's C tokens
 // shapes    g [B, H, T, K], b e [B, H, T, K] float32, or all float64
 // grid      stages.py launches a block for every (batch, head, chunk), batch slowest; 128 threads, a channel a thread
-// smem      none
-// barriers  none
 // numerics  float32 sums (or float64) in token order; e is summed from the chunk's end, not taken as b_C - b_j
 // source    Yang et al., 2024, section 4.2
-// limits    none
 #include "real.cuh"
 #include "tensor.cuh"
 

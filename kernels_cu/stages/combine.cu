@@ -9,7 +9,6 @@
 // numerics  products: see copies.cuh. qg, h and A are float32, not rounded before: beside 16-bit v they are rounded to
 //           tf32 here; beside float32 v an operand is two tf32 numbers
 // source    Yang et al., 2024, eq. 5
-// limits    none
 #include "ptx.cuh"
 #include "stages/copies.cuh"
 #include "tensor.cuh"

@@ -5,11 +5,8 @@
 // shapes    q k b e qg kg [B, H, T, K]; q k float32, float16 or bfloat16, b e qg kg float32; or all six float64
 // grid      stages.py launches a block for every (batch, head, chunk), batch slowest; 128 threads: each has a channel,
 //           and with K <= 64 every second, fourth, ... group of FLIGHT tokens
-// smem      none
-// barriers  none
 // numerics  one exp a value; exp(-inf) is 0
 // source    Yang et al., 2024, section 4.2
-// limits    none
 #include "read_order.cuh"
 #include "real.cuh"
 #include "tensor.cuh"

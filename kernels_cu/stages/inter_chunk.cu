@@ -8,7 +8,6 @@
 // barriers  one every 32 tokens: they have been copied, and the previous ones have been read
 // numerics  the state stays in float32 accumulators; products as in copies.cuh
 // source    Yang et al., 2024, eq. 4
-// limits    none
 #include "ptx.cuh"
 #include "stages/copies.cuh"
 #include "tensor.cuh"

@@ -22,7 +22,6 @@
 //           divides its sums by it. growth: the largest sum of one channel's positive gates over the chunk if a gate is
 //           above GROWTH, else 0
 // source    Yang et al., 2024, sections 4.1 and 4.4
-// limits    none
 // tests     test_value_gate; test_compile (no spills)
 //
 // From fragments.cuh and decays.cuh

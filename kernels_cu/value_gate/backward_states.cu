@@ -18,7 +18,6 @@
 // numerics  S and dS in float32 accumulators; products as in fragments.cuh. If channel_growth + column_growth of a
 //           chunk is above BY_CHUNK (16 nats), it is computed token by token (by_token.cuh)
 // source    Yang et al., 2024, sections 4.1 and 4.4
-// limits    none
 // tests     test_value_gate; test_compile (no spills)
 //
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied; Stored, the type of operands in memory. A
