@@ -241,12 +241,6 @@ template <class M, bool TURNED> struct States {
   }
 };
 
-// A pointer's element type.
-template <typename Pointer> struct Element;
-template <typename X> struct Element<X*> {
-  using type = X;
-};
-
 // What a block computes: 64 channels of a chunk.
 struct ChannelTile {
   int tile;     // the tile's number: channels 64 tile ... 64 tile + 63
@@ -883,10 +877,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const ChannelTile current = RECOMPUTES_WORK && M::SPLIT ? work_of(opaque(blockIdx.x)) : work;
     const i64 head = Columns::gated ? current.h - args.first : current.h, column = stage * COLUMNS;
     const bool aligned = Columns::gated || vectors;
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, current.b, head, current.span.start, current.span.stop, column, width,
-                                    aligned);
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, current.b, head, current.span.start, current.span.stop, column,
-                                    width, aligned);
+    fetch_rows<CHUNK, COLUMNS, Value, LDV>(to.v, args.v, current.b, head, current.span.start, current.span.stop, column,
+                                           width, aligned);
+    fetch_rows<CHUNK, COLUMNS, Value, LDV>(to.do_, args.do_, current.b, head, current.span.start, current.span.stop,
+                                           column, width, aligned);
   };
   // A queue of two: index 0 has the 16 columns that are multiplied next, index 1 the following 16. Each step moves
   // index 1 to index 0 and loads index 1.
@@ -918,9 +912,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) fetch_states(step, 0, step);
   // q, k and g belong to the next group of copies, and are read after the loop only.
-  fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.q, args.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
-  fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
-  fetch_rows<CHUNK, TILE, LD<G, TILE>>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+  fetch_rows<CHUNK, TILE>(s.q, args.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+  fetch_rows<CHUNK, TILE>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+  fetch_rows<CHUNK, TILE>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
 
   // Sums over V. dq: S do, dk: dS v, [16 channels, 64 tokens], without decays so far; dA_blocks: this warp's blocks of
   // dA, [16 tokens, 16 tokens]; state_terms: this lane's share of the sum of S dS, by octet.
@@ -1079,9 +1073,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const ChannelTile stored = RECOMPUTES_WORK ? work_of(opaque(blockIdx.x)) : work;
   // Stores the tokens and channels of a tile that exist; for all threads of the block.
   const auto store = [&](const auto& to, const auto* tile) {
-    using X = typename Element<decltype(tile)>::type;
-    store_rows<CHUNK, TILE, LD<X, TILE>>(to, tile, stored.b, stored.h, stored.span.start, stored.span.stop,
-                                         stored.tile * TILE, shape.K, vectors);
+    store_rows<CHUNK, TILE>(to, tile, stored.b, stored.h, stored.span.start, stored.span.stop, stored.tile * TILE,
+                            shape.K, vectors);
   };
   if (!Columns::turned) store(args.dq, s.q);  // turned: dq would be the gradient of do
   store(args.dk, s.k);

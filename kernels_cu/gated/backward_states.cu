@@ -189,8 +189,8 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
   // Start copying a step's gates, or all its inputs; `fetch` also commits a group of copies, an empty one if there is
   // no such step.
   const auto fetch_gates = [&](int step, int stage) {
-    fetch_rows<STEP, TILE, LD<G, TILE>>(s.stages[stage].g, args.g, work.b, work.h, token_of(step), work.span.stop,
-                                        work.k_tile * TILE, K, args.vectors);
+    fetch_rows<STEP, TILE>(s.stages[stage].g, args.g, work.b, work.h, token_of(step), work.span.stop,
+                           work.k_tile * TILE, K, args.vectors);
   };
   const auto fetch = [&](int step) {
     if (step < steps) {
@@ -198,10 +198,10 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
       const i64 token = token_of(step), stop = work.span.stop;
       const bool vectors = args.vectors;
       fetch_gates(step, step % STAGES);
-      fetch_rows<STEP, TILE, LD<T, TILE>>(in.keys, backwards ? args.q : args.k, work.b, work.h, token, stop,
-                                          work.k_tile * TILE, K, vectors);
-      fetch_rows<STEP, BV, LD<T, BV>>(in.values, backwards ? args.do_ : args.v, work.b, work.h, token, stop,
-                                      work.v_tile * BV, V, vectors);
+      fetch_rows<STEP, TILE>(in.keys, backwards ? args.q : args.k, work.b, work.h, token, stop, work.k_tile * TILE, K,
+                             vectors);
+      fetch_rows<STEP, BV>(in.values, backwards ? args.do_ : args.v, work.b, work.h, token, stop, work.v_tile * BV, V,
+                           vectors);
     }
     cp_async_commit();
   };

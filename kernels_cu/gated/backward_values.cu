@@ -122,12 +122,9 @@ __global__ void __launch_bounds__(
   // Start copying part n of the channels, 32 of them: `fetch` of q, k and g, fetch_state of dS.
   const auto fetch = [&](int n) {
     const int channel = n * CHANNELS;
-    fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.tokens.q, args.q, b, h, span.start, span.stop, channel, shape.K,
-                                                 vectors);
-    fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.tokens.k, args.k, b, h, span.start, span.stop, channel, shape.K,
-                                                 vectors);
-    fetch_rows<CHUNK, CHANNELS, LD<G, CHANNELS>>(s.tokens.g, args.g, b, h, span.start, span.stop, channel, shape.K,
-                                                 vectors);
+    fetch_rows<CHUNK, CHANNELS>(s.tokens.q, args.q, b, h, span.start, span.stop, channel, shape.K, vectors);
+    fetch_rows<CHUNK, CHANNELS>(s.tokens.k, args.k, b, h, span.start, span.stop, channel, shape.K, vectors);
+    fetch_rows<CHUNK, CHANNELS>(s.tokens.g, args.g, b, h, span.start, span.stop, channel, shape.K, vectors);
   };
   const int tiles = int((shape.V + TILE - 1) / TILE), first_tile = v_tile * (BV / TILE);  // of 64 columns
   const Stored* chunk_states = static_cast<const Stored*>(args.chunk_states) +
@@ -198,7 +195,7 @@ __global__ void __launch_bounds__(
     if (n + 1 < channel_parts) {
       fetch(n + 1);
     } else {
-      fetch_rows<CHUNK, BV, LD<T, BV>>(s.do_, args.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
+      fetch_rows<CHUNK, BV>(s.do_, args.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
     }
     cp_async_commit();
     const Operands<Stored>& from = s.operands;
@@ -283,5 +280,5 @@ __global__ void __launch_bounds__(
       put_pair(s.do_ + (16 * warp + g + 8 * lower) * LD<T, BV> + 8 * x + 2 * t,
                float2{dv[x / 2][x % 2][2 * lower], dv[x / 2][x % 2][2 * lower + 1]});
   __syncthreads();  // dv is in shared memory
-  store_rows<CHUNK, BV, LD<T, BV>>(args.dv, s.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
+  store_rows<CHUNK, BV>(args.dv, s.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
 }

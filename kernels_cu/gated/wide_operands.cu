@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   constexpr int THREADS = 256, BT = CHUNK<T>, PRODUCTS = 1;
   using Share = WarpShare<T, WIDE, THREADS / 32>;
   static_assert(Share::SHARES_PER_WARP == 1 && Share::CHANNEL_PARTS == 1 && TASKS<T> == THREADS / 32);
+  static_assert(IN_PLACE<T>, "decayed queries and keys replace s.q and s.k, from where they are stored");
   auto& s = *reinterpret_cast<Shared<SplitChannels, T, G, WIDE, 16>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 NC = u32(shape.NC), chunk = blockIdx.x, c = chunk % NC, h = chunk / NC % u32(shape.H);

@@ -38,7 +38,8 @@ __device__ __forceinline__ bool hides_forgotten(float kept, float decay) { retur
 // of e^FORGOTTEN_NATS: the square of 2^-24 is 2^21 times that decay.
 __device__ __forceinline__ bool writes_enough(float number) { return !(fabsf(number) < 0x1p-24f); }
 
-// An array [B, H, T, width], the last axis contiguous. Strides are in elements.
+// An array [B, H, T, width], the last axis contiguous. Strides are in elements; the host (row_words in
+// backends/cupy/arguments.py) writes them in this order.
 template <typename T> struct StridedRows {
   T* p;
   i64 batch_stride, head_stride, token_stride;
@@ -48,8 +49,8 @@ template <typename T> struct StridedRows {
   }
 };
 
-// The sizes of a problem, an argument of every kernel. The pointers are null for dense batches, in which every row of
-// the batch is one sequence.
+// The sizes of a problem, an argument of most kernels. The pointers are null for dense batches, in which every row of
+// the batch is one sequence. The host (SHAPE in backends/cupy/plan.py) has the same members in the same order.
 struct Shape {
   i64 B, H, T, K, V;
   i64 count;                // sequences in a row of the batch: 1 if dense, N if packed

@@ -87,14 +87,12 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combi
       Stage<T>& to = s.stages[step % STAGES];
       const bool over_channels = step < channel_steps;
       const i64 index = i64(over_channels ? step : step - channel_steps) * STEP, first_channel = c * shape.K;
-      copy_tile<TILE, STEP, LD<float, STEP>>(to.left, over_channels ? args.qg : args.A, batch, head, first_row,
-                                             span.stop, index, over_channels ? shape.K : stop - span.start, args.bytes);
+      copy_tile<TILE, STEP>(to.left, over_channels ? args.qg : args.A, batch, head, first_row, span.stop, index,
+                            over_channels ? shape.K : stop - span.start, args.bytes);
       if (over_channels)
-        copy_tile<STEP, TILE, LD<float, TILE>>(to.h, args.h, batch, head, first_channel + index,
-                                               first_channel + shape.K, v_tile, shape.V, args.bytes);
-      else
-        copy_tile<STEP, TILE, LD<T, TILE>>(to.v, args.v, batch, head, span.start + index, stop, v_tile, shape.V,
-                                           args.bytes);
+        copy_tile<STEP, TILE>(to.h, args.h, batch, head, first_channel + index, first_channel + shape.K, v_tile,
+                              shape.V, args.bytes);
+      else copy_tile<STEP, TILE>(to.v, args.v, batch, head, span.start + index, stop, v_tile, shape.V, args.bytes);
     }
     cp_async_commit();
   };

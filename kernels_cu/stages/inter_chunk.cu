@@ -87,8 +87,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
       Stage<T>& to = s.stages[step % STAGES];
       const Span span = chunk_tokens(shape, chunks.start + step / chunk_steps);
       const i64 first = span.start + step % chunk_steps * STEP;
-      copy_tile<STEP, TILE, LD<float, TILE>>(to.k, args.kg, batch, head, first, span.stop, k_tile, shape.K, args.bytes);
-      copy_tile<STEP, TILE, LD<T, TILE>>(to.v, args.v, batch, head, first, span.stop, v_tile, shape.V, args.bytes);
+      copy_tile<STEP, TILE>(to.k, args.kg, batch, head, first, span.stop, k_tile, shape.K, args.bytes);
+      copy_tile<STEP, TILE>(to.v, args.v, batch, head, first, span.stop, v_tile, shape.V, args.bytes);
       if (threadIdx.x < TILE) {
         const i64 channel = k_tile + threadIdx.x;
         const float* sums = args.b.row(batch, head, span.stop - 1);

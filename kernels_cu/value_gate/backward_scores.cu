@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   // Starts to copy the n-th 32 channels.
   const auto fetch = [&](int n) {
     const i64 channel = n * CHANNELS, start = span.start, stop = span.stop;
-    fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.q, args.q, b, h, start, stop, channel, shape.K, vectors);
-    fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.k, args.k, b, h, start, stop, channel, shape.K, vectors);
-    fetch_rows<CHUNK, CHANNELS, LD<G, CHANNELS>>(s.g, args.g, b, h, start, stop, channel, shape.K, vectors);
+    fetch_rows<CHUNK, CHANNELS>(s.q, args.q, b, h, start, stop, channel, shape.K, vectors);
+    fetch_rows<CHUNK, CHANNELS>(s.k, args.k, b, h, start, stop, channel, shape.K, vectors);
+    fetch_rows<CHUNK, CHANNELS>(s.g, args.g, b, h, start, stop, channel, shape.K, vectors);
   };
   // Stores x, the lane's two tokens of sub-chunk m, in a tile [token, channel].
   const auto put_tokens = [&](Stored* tile, int m, float2 x) {
@@ -150,10 +150,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     __syncthreads();  // operands, starts and ends are stored; the tokens have been read
     if (n + 1 < channel_parts) fetch(n + 1);
     cp_async_commit();
-    store_rows<CHUNK, CHANNELS, LDC>(args.starts, s.starts, b, head, span.start, span.stop, n * CHANNELS, width,
-                                     WHOLE_PIECES);
-    store_rows<CHUNK, CHANNELS, LDC>(args.ends, s.ends, b, head, span.start, span.stop, n * CHANNELS, width,
-                                     WHOLE_PIECES);
+    store_rows<CHUNK, CHANNELS>(args.starts, s.starts, b, head, span.start, span.stop, n * CHANNELS, width,
+                                WHOLE_PIECES);
+    store_rows<CHUNK, CHANNELS>(args.ends, s.ends, b, head, span.start, span.stop, n * CHANNELS, width, WHOLE_PIECES);
     // Adds the products of 16 channels of s.queries, s.keys and the borders' tiles to the warp's scores.
 #pragma unroll 1
     for (int channel = 0; channel < CHANNELS; channel += 16) scores.add<M>(s, channel);

@@ -135,10 +135,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       Stage<Stored>& in = s.stages[step % STAGES];
       const i64 token = span.start + STEP * (backwards ? steps - 1 - step : step), stop = span.stop;
       const i64 width[2] = {width_padded_to_8(K), width_padded_to_8(V)};
-      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.x, backwards ? args.q : args.k, batch, head, token, stop,
-                                               k_tile * TILE, width[0], WHOLE_PIECES);
-      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.y, backwards ? args.do_ : args.v, batch, head, token, stop,
-                                               v_tile * TILE, width[1], WHOLE_PIECES);
+      fetch_rows<STEP, TILE>(in.x, backwards ? args.q : args.k, batch, head, token, stop, k_tile * TILE, width[0],
+                             WHOLE_PIECES);
+      fetch_rows<STEP, TILE>(in.y, backwards ? args.do_ : args.v, batch, head, token, stop, v_tile * TILE, width[1],
+                             WHOLE_PIECES);
       if (step % STEPS == STEPS - 1 && threadIdx.x < 2 * TILE / 4) {
         const int side = threadIdx.x / (TILE / 4), index = threadIdx.x % (TILE / 4) * 4;
         const i64 first = (side ? v_tile : k_tile) * TILE + index,

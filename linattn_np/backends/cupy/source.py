@@ -9,7 +9,8 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from .arguments import offsets, size_of
+from .arguments import WORD, offsets, size_of
+from .plan import SHAPE
 
 OPTIONS = ("-std=c++17",)
 
@@ -101,6 +102,8 @@ def checks(kernel, number=0, bound=None) -> str:
         lines.append(f"using {args} = ArgumentOf<decltype({kernel.expression})>::type;\n")
         lines.append(assert_equal(size_of(kernel.arguments), f"sizeof({args})"))
         lines += [assert_equal(at, f"OFFSET_OF({args}, {name})") for name, at in offsets(kernel.arguments)]
+    if any(member.kind == "shape" for member in kernel.arguments):
+        lines += [assert_equal(WORD * at, f"OFFSET_OF(Shape, {name})") for at, name in enumerate(SHAPE)]
     if kernel.shared_types:
         sizes = " + ".join(f"sizeof({cpp_type})" for cpp_type in kernel.shared_types)
         lines.append(assert_equal(kernel.shared_bytes, sizes))
