@@ -122,8 +122,7 @@ def compile_text(text, expressions, arch) -> dict[str, Usage]:
 def measured(program, targets) -> dict[str, dict[str, Usage]]:
     """What instances of one file use, by target and expression: `targets` has, for each virtual architecture to
     translate for, the real ones to assemble for and the instances that are asked of them; `program` makes the text of
-    some. RuntimeError where a class says other threads than its kernel, where something is written to registers that
-    products under way read, and as `assemble`.
+    some. RuntimeError where something is written to registers that products under way read, and as `assemble`.
 
     Read from the disk where the same instance was compiled before by the same compiler.
     """
@@ -145,7 +144,6 @@ def measured(program, targets) -> dict[str, dict[str, Usage]]:
             continue
         instances = [*dict.fromkeys(kernel for _, kernel in missing)]
         ptx = translate(program(instances), [kernel.expression for kernel in instances], virtual)
-        _check_threads(ptx, instances)
         if found := under_way.overwritten(ptx.code):
             raise RuntimeError("\n".join(map(str, found)))
         for arch in dict.fromkeys(arch for arch, _ in missing):
@@ -197,15 +195,6 @@ def _compiled(text, expressions, *options):
         nvrtc.nvrtcDestroyProgram(program)
         raise RuntimeError(log)
     return program, log
-
-
-def _check_threads(ptx, instances):
-    """RuntimeError where a class says another number of threads than its kernel's launch bounds."""
-    for kernel in instances:
-        entry = re.escape(ptx.symbols[kernel.expression])
-        bound = re.search(rf"\.entry {entry}\([^{{]*\.maxntid (\d+)", ptx.code)
-        if not bound or int(bound[1]) != kernel.threads:
-            raise RuntimeError(f"{kernel.expression}: {kernel.threads} threads, but {bound and bound[1]} in its bounds")
 
 
 def _check_convergence(cubin, arch):

@@ -90,7 +90,7 @@ class Kernel:
 
     @property
     def threads(self) -> int:
-        """Threads per block, as many as the kernel's `__launch_bounds__` say: tests/nvrtc.py compares them."""
+        """Threads per block, as many as the kernel's `__launch_bounds__` say: the compiler compares them."""
         raise NotImplementedError
 
     @property
