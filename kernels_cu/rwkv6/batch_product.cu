@@ -44,6 +44,7 @@ template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
   typedef typename MultipliedAs<T>::Type X;
   static constexpr bool WIDENS = sizeof(T) == 1;  // consumers read weights by plain loads, to convert them
   static constexpr int COLUMNS = COLUMNS_, TERMS = ::TERMS<COLUMNS>, ROWS = ROWS_;
+  static_assert(ROWS == 64 || ROWS == 128);
   static constexpr int PITCH = ROWS + 4;     // distance of columns in `parts`, without bank conflicts
   static constexpr int SHARES = 128 / ROWS;  // 2: both warpgroups have the same 64 rows, and each a share of K
   static constexpr int DEPTH = SWIZZLED / sizeof(T),

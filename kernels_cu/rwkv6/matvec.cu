@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Ar
   constexpr bool EXACT = sizeof(T) == 4;
   constexpr int COPIES = EXACT ? 2 : 1;      // 16-byte copies of a row in a step
   constexpr int STEPS = 2 / COPIES;          // in a stage
+  static_assert(STEPS * 2 * COPIES == 4);    // copies of a thread in a stage of s.weights
   static_assert(THREADS >= ROWS * COLUMNS);  // each result has a thread
   constexpr int WARPS = THREADS / 32;
   Shared<THREADS>& s = *reinterpret_cast<Shared<THREADS>*>(dynamic_smem());

@@ -66,8 +66,10 @@ template <int N> __device__ __forceinline__ void block_sums(float (&x)[N], float
   for (int n = 1; n < N; ++n) x[n] = __shfl_sync(0xffffffffu, others, 4 * (n - 1));
 }
 
+template <int EACH> constexpr int BLOCKS = EACH < 4 ? 2 : 1;  // of a multiprocessor that registers have room for
+
 template <typename X, int EACH, int TOKENS>
-__global__ void __launch_bounds__(THREADS, EACH < 4 ? 2 : 1) rwkv6_shift_mix(const Args<X> args) {
+__global__ void __launch_bounds__(THREADS, BLOCKS<EACH>) rwkv6_shift_mix(const Args<X> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();  // the next kernel may begin
   constexpr int N = TOKENS + 1;

@@ -30,8 +30,11 @@ struct Args {
   i64 tokens, M, K;
 };
 
+static_assert(TOKENS == 16 * WARPS);  // a warpgroup has 64 tokens
+
 template <typename T> struct Shared {
   T x[STAGES][TOKENS][DEPTH], w[STAGES][ROWS][DEPTH];  // in the 128-byte swizzle
+  static_assert(DEPTH * sizeof(T) == 128);
   MBarrier full[STAGES], empty[STAGES];
 };
 

@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   constexpr bool HAS_REGISTERS = SEQUENCES < 8, TWO_PARTS = MOST_PARTS<SEQUENCES> == 2;
   constexpr int THREADS = 32 * SEQUENCES,
                 HELD = HAS_REGISTERS ? ROWS : ROWS / 2;  // rows of the state whose loads are under way
+  static_assert(ROWS % HELD == 0);                       // a row takes the place of the row HELD before it
   auto& s = *reinterpret_cast<Shared<SEQUENCES>*>(dynamic_smem());
   launch_next();  // the next kernel may begin
   const int W = int(args.W), B = int(args.B), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;

@@ -53,6 +53,7 @@ template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
 
 template <typename T, class S> struct Shared {
   T w[S::W_STAGES][S::ROWS][DEPTH], x[S::X_STAGES][S::VECTORS][DEPTH];  // in the 128-byte swizzle
+  static_assert(DEPTH * sizeof(T) == SWIZZLED);
   MBarrier w_full[S::W_STAGES], w_empty[S::W_STAGES], x_full[S::X_STAGES], x_empty[S::X_STAGES];
   volatile u64 started;  // whether the previous kernel has ended: x is complete; set by the thread that copies vectors
 };

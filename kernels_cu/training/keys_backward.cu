@@ -65,8 +65,11 @@ template <typename T> struct Args {
   i64 tokens, H, N, tokens_per_block, later_layers;
 };
 
+template <typename T>
+constexpr int BLOCKS = sizeof(T) == 4 ? 2 : 3;  // of a multiprocessor that registers have room for
+
 template <typename T, int LANES, bool ALIGNED>
-__global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3) training_keys_backward(const Args<T> args) {
+__global__ void __launch_bounds__(THREADS, BLOCKS<T>) training_keys_backward(const Args<T> args) {
   const HeadLanes<LANES, ALIGNED> lanes(args.N);
   const HeadTokens work = head_tokens<LANES>(args.tokens, args.H, args.tokens_per_block);
   const Keys<T>& keys = args.keys;

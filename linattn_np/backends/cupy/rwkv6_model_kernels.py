@@ -239,6 +239,8 @@ class ChosenNorm(ModelKernel):
 
     file = "rwkv6/chosen_norm"
     arguments = members("pointers chosen x weight bias y, int64s D, float64s eps")
+    MOST_CHANNELS: ClassVar[int] = 8192
+    constants = (("THREADS * EACH", "MOST_CHANNELS"),)
     shared_memory = ("Shared",)
     threads = 512
     X: np.dtype
@@ -353,6 +355,7 @@ class ShiftMix(ModelKernel):
     # The possible (EACH, TOKENS): a block has threads for 2048 EACH channels, and registers for TOKENS tokens at most.
     SHAPES: ClassVar[tuple[tuple[int, int], ...]] = (1, 2), (1, 8), (2, 3), (4, 3)
     RESIDENT: ClassVar[int] = 2  # blocks of a multiprocessor with EACH = 1: registers are for so many
+    constants = (("BLOCKS<1>", "RESIDENT"),)
     threads = 512
     X: np.dtype
     EACH: int

@@ -131,6 +131,7 @@ class NormBackward(TokenKernel):
         *DROPOUT,
     )
     shared_memory = ("Shared<{T}, {THREADS}, {C}>",)
+    constants = (("blocks_with_registers({THREADS}, {C})", "blocks_per_multiprocessor"),)
     CHANGES: ClassVar[tuple[str, ...]] = ("Added", "Gated")  # the possible `change`, as in `AddNorm`
     MIXES: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)  # the possible C
     change: str
@@ -187,6 +188,7 @@ class KeysBackward(OfHeads):
             "int64s tokens H N tokens_per_block later_layers"
         ),
     )
+    constants = (("BLOCKS<{T}>", "blocks_per_multiprocessor"),)
     PARAMETERS: ClassVar[tuple[str, ...]] = ("decay", "icl", "value", "removal", "replacement")  # in `parts`
 
     @property

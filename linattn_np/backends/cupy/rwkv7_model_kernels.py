@@ -35,6 +35,8 @@ class TimeMixOfToken(ModelKernel):
         "eps"
     )
     shared_memory = ("Scratch",)
+    MOST_N: ClassVar[int] = 256
+    constants = (("MAX_N", "MOST_N"),)
     threads = 256
     X: np.dtype
     state: np.dtype

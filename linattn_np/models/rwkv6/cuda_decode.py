@@ -92,7 +92,11 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
 
     version, step_class, operations = VERSION, DecodingStep, MixOperations
     # the largest that the kernels take
-    size_limits: ClassVar = {"D": 8192, "N": kernels.TimeMixStep.MOST_N, "W": kernels.TimeMixStep.MOST_W}
+    size_limits: ClassVar = {
+        "D": kernels.ChosenNorm.MOST_CHANNELS,
+        "N": kernels.TimeMixStep.MOST_N,
+        "W": kernels.TimeMixStep.MOST_W,
+    }
 
     def kernel_of_all_layers(self):
         """(the kernel that computes all layers in one launch, its bytes of shared memory), or None."""

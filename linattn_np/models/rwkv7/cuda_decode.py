@@ -19,7 +19,7 @@ import numpy as np
 
 from ...backends.cupy import rwkv7_model_kernels as kernels
 from ...backends.cupy.model_products import RELU_SQUARED, WRITE
-from ...backends.cupy.rwkv6_model_kernels import Openings
+from ...backends.cupy.rwkv6_model_kernels import ChosenNorm, Openings
 from ..rwkv import cuda_decoder
 from ..rwkv.cuda_weights import FLOAT32
 from ..rwkv.version import Weight, linear, vector
@@ -90,7 +90,8 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
 
     version = replace(VERSION, layer={name: LAYER[name] for name in UNCHANGED} | STACKS)
     step_class, operations = DecodingStep, MixOperations
-    size_limits: ClassVar = {"D": 8192, "N": 256}  # the largest that the kernels take
+    # the largest that the kernels take
+    size_limits: ClassVar = {"D": ChosenNorm.MOST_CHANNELS, "N": kernels.TimeMixOfToken.MOST_N}
     default_sizes: ClassVar = {"Q": 1}  # a model of one layer has no v1 and v2; the kernels get zeros of this rank
 
     def __init__(self, *arguments, **options):
