@@ -54,15 +54,11 @@
 //   read_transposed: y += rows S, and, if given o and W, o += W S; read_twice: y[i] += rows[i] S for two i; write_rows:
 //     S += rows^T x; load_packed: operands x from a tile; pack_tokens: from sums y; add_packed: y += x;
 //     multiply_packed: sums += M x
-//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. The walk's first segment starts from the given state. With OUTPUTS the
-//     others start from `starts`, and only the walk's last one has `to`; else they start from zeros, and `to` is in
-//     `starts`. If the last argument is true, the walk's first segment has all tokens and is its last one, too; the
-//     other segments have no tokens, and `to` is null
-//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
+//   BlockOfWalk: the block's segment, its tokens, and its columns; it loads the state that the walk starts from, and
+//     stores the last one. take_chunk: waits for a chunk, and has a later one copied
 //   blocks_of_walk: how many blocks share a multiprocessor; tiles_of_warp: how many times 16 columns a warp has
 //   add_tokens: y += scale M^T x; word_of: two numbers rounded to T; pack, unpack: the same for 16 bits, and back
-//   each_number: calls f for a lane's numbers of a state; copy_prepared, copy_chunk: start copies of a chunk, of rows
+//   copy_prepared, copy_chunk: start copies of a prepared chunk, of a chunk's rows
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   decay_state: S <- diag(decay) S; state_index: where chunk_states has a chunk's state, and state_gradients its
@@ -85,19 +81,17 @@ template <typename T> struct Args {
 enum Directions { BOTH, ONLY_FORWARDS, ONLY_BACKWARDS };
 
 // The bytes FROM ... STOP - 1 of a prepared chunk that a walk reads, and values of v, or, BACK, of do. The chunk's
-// members follow each other in this order, that of PreparedForGradients (prepared.cuh), whose sizes these numbers
-// repeat: R and L, RESIDUAL_BYTES, which the walk forwards reads with OUTPUTS; E, Z, decay and beta, COMMON_BYTES,
-// which both read; W, which the walk backwards and ONLY_FORWARDS read; B, which these read with OUTPUTS; with
-// TWO_WRITES H, which the walk backwards reads with OUTPUTS.
+// members follow each other in this order (PreparedForGradients, prepared.cuh): R and L, which the walk forwards reads
+// with OUTPUTS; E, Z, decay and beta, which both read; W, which the walk backwards and ONLY_FORWARDS read; B, which
+// these read with OUTPUTS; with TWO_WRITES H, which the walk backwards reads with OUTPUTS.
 template <typename T, int BK, int BV, bool TWO_WRITES, bool BACK, Directions OF, bool OUTPUTS>
 struct alignas(16) Stage {
   using Chunk = PreparedForGradients<T, BK, TWO_WRITES>;
-  static constexpr int RESIDUAL_BYTES = (1 + TWO_WRITES) * sizeof(Matrix<T>);
-  static constexpr int COMMON_BYTES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + (BK + BT) * sizeof(float);
-  static constexpr int FROM = BACK || !OUTPUTS ? RESIDUAL_BYTES : 0;
-  static constexpr int STOP = BACK                             ? sizeof(Chunk) - !OUTPUTS * sizeof(Chunk::B)
-                              : OUTPUTS && OF == ONLY_FORWARDS ? sizeof(Chunk) - TWO_WRITES * sizeof(Matrix<T>)
-                                                               : RESIDUAL_BYTES + COMMON_BYTES;
+  static constexpr int FROM = BACK || !OUTPUTS ? __builtin_offsetof(Chunk, E) : 0;
+  static constexpr int STOP = BACK                             ? OUTPUTS ? sizeof(Chunk) : __builtin_offsetof(Chunk, B)
+                              : OUTPUTS && OF == ONLY_FORWARDS ? __builtin_offsetof(Chunk, B) + sizeof(Matrix<T>)
+                                                               : __builtin_offsetof(Chunk, W);
+  static_assert(FROM % 16 == 0 && STOP % 16 == 0, "bytes are copied by 16");
   uint4 bytes[(STOP - FROM) / 16];
   T values[BT * BV];
 
@@ -115,55 +109,34 @@ template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, Directions OF
 
 // Goes over the chunks of a segment in one direction; if BACK, the code's S is dS, and `values` are do. Steps that read
 // or write S are in walk.cuh; a warp has N times 16 columns (with OUTPUTS N is 1, and code for outputs takes index 0
-// only), of which S, Y, P and packed operands are transposed [columns, tokens or channels]. `block` is the number of
-// the (segment, head, BV columns): of a head's `tiles` of BV columns, the first `value_tiles` have columns of V, the
-// others columns of F. `whole`: the sequence is walked as one segment, not from the states in args.starts.
+// only), of which S, Y, P and packed operands are transposed [columns, tokens or channels]. `number` is that of the
+// (segment, head, BV columns): of a head's `tiles` of BV columns, the first `value_tiles` have columns of V, the others
+// columns of F.
 template <int STAGES, bool TWO_WRITES, int BK, int BV, bool BACK, Directions OF, bool OUTPUTS, typename T>
 __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTPUTS> (&stages)[STAGES],
-                                     const Args<T>& args, u32 block, u32 value_tiles, u32 tiles) {
+                                     const Args<T>& args, u32 number, u32 value_tiles, u32 tiles) {
   using PreparedChunk = PreparedForGradients<T, BK, TWO_WRITES>;
   using OwnStage = Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTPUTS>;
   constexpr int N = tiles_of_warp<T, BK>(OUTPUTS), THREADS = 2 * BV / N;  // a warp has N times 16 columns
   const Shape& shape = args.shape;
-  const u32 sequence_head = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
-  const u32 n = sequence_head / H, h = sequence_head % H, b = n / count;
-  const bool computes_F = !OUTPUTS && !BACK && tile >= value_tiles;
-  const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
-  // args.P: segments of a sequence; P below is the matrix of `math`.
-  const bool whole = OUTPUTS && is_whole<BACK>(shape, u32(args.P), n, h, args.starts, first_column, BV);
-  const auto segment = segment_of<BACK>(OUTPUTS, shape, u32(args.P), n, h, BACK ? args.dht : args.initial, args.starts,
-                                        BACK ? args.dh0 : args.final, whole);
-  if (!OUTPUTS && (segment.last || (computes_F && segment.first))) return;
-  const i64 width = computes_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of a row; F's are padded with zeros
-  const Span span = segment.tokens;
-  const int tokens = int(span.stop - span.start);
-  const int bytes = int(args.bytes);
-  const int channels = int(shape.K), columns = int(min(width - first_column, i64(BV)));  // of the block
-  const int t = threadIdx.x & 3;
-  // column: the warp's first one in the block's; padded_columns: those from the block's first one on.
-  const int column = threadIdx.x / 32 * 16 * N, padded_columns = padded(shape.V) - first_column,
-            chunks = (tokens + BT - 1) / BT;
-  const i64 first_chunk = segment.chunks.start;
-  const auto* prepared_chunks =
-      static_cast<const PreparedChunk*>(args.prepared) + (i64(b) * H + h) * shape.NC + first_chunk;
+  const BlockOfWalk<BACK, OUTPUTS, BK, BV> block(shape, u32(args.P), number, value_tiles, tiles,
+                                                 BACK ? args.dht : args.initial, args.starts,
+                                                 BACK ? args.dh0 : args.final);
+  if (!block.is_needed()) return;
+  const u32 b = block.b, h = block.h;
+  const i64 start = block.segment.tokens.start, first_chunk = block.segment.chunks.start;
+  const int tokens = block.tokens, bytes = int(args.bytes), channels = int(shape.K), t = threadIdx.x & 3;
+  const int first_column = block.first_column, columns = block.columns, chunks = (tokens + BT - 1) / BT;
+  // column: the warp's first one of the block's; padded_columns: those from the block's first one on.
+  const int column = threadIdx.x / 32 * 16 * N, padded_columns = padded(shape.V) - first_column;
+  const auto* prepared_chunks = static_cast<const PreparedChunk*>(args.prepared) + block.first_prepared(shape);
   const StridedRows<const T>& values = BACK ? args.do_ : args.v;
   const StridedRows<T>& residuals = BACK ? args.dresidual : args.residual;
   // `opaque` hides where the number comes from: else the compiler converts it again for every chunk.
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));
 
   State<BK> S[N];
-  const auto each = [&](auto f) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      // each_number takes the warp's number times 16 for its first column: `moved` is from there to column + 16 i.
-      const int moved = column + 16 * i - int(threadIdx.x) / 32 * 16;
-      each_number<BK>(S[i], 0, width, first_column + moved, channels, columns - moved, f);
-    }
-  };
-  each([&](float& x, i64 index, bool inside) {
-    // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
-    x = !inside ? 0.f : computes_F ? u32(index) % u32(width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
-  });
+  block.load(S, shape);
 
   const auto chunk_of = [&](int step) { return BACK ? chunks - 1 - step : step; };
   const auto fetch = [&](int step, int stage) {
@@ -171,8 +144,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
       auto& to = stages[stage];
       const int token = chunk_of(step) * BT;
       copy_prepared<OwnStage::FROM, OwnStage::STOP, THREADS>(&to.prepared(), prepared_chunks + chunk_of(step));
-      if (!computes_F)
-        copy_chunk<BV, THREADS>(to.values, values.row(b, h, span.start + token) + first_column, values.token_stride,
+      if (!block.computes_F)
+        copy_chunk<BV, THREADS>(to.values, values.row(b, h, start + token) + first_column, values.token_stride,
                                 tokens - token, columns, bytes);
     }
     cp_async_commit();
@@ -180,13 +153,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
   for (int step = 0; step < STAGES - 1; ++step) fetch(step, step);
 #pragma unroll 1
   for (int step = 0, stage = 0; step < chunks; ++step) {
-    if constexpr (STAGES > 1) cp_async_wait<STAGES - 2>();
-    __syncthreads();  // the chunk is in shared memory, unless STAGES is 1; the previous chunk has been read
-    fetch(step + STAGES - 1, stage ? stage - 1 : STAGES - 1);  // to the previous chunk's stage
-    if constexpr (STAGES == 1) {
-      cp_async_wait<0>();
-      __syncthreads();  // the chunk is in shared memory
-    }
+    take_chunk<STAGES>(step, stage, fetch);
     const auto& prepared = stages[stage].prepared();
     const T* values_tile = stages[stage].values;
     if (++stage == STAGES) stage = 0;
@@ -194,7 +161,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
     // Stores the warp's 16 columns of the chunk's tokens (store_tokens, walk.cuh). pair_at(i, across): this lane's pair
     // of columns across + 2t and the next of token i + g, i and `across` being multiples of 8.
     const auto store = [&](const StridedRows<T>& to, const auto& pair_at, int width, int bytes) {
-      store_tokens<T>(to.row(b, h, span.start + token) + first_column, to.token_stride, pair_at, tokens - token, column,
+      store_tokens<T>(to.row(b, h, start + token) + first_column, to.token_stride, pair_at, tokens - token, column,
                       width, bytes);
     };
 
@@ -216,7 +183,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
     const auto load_values = [&] {
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        if (!computes_F) load_packed<BV>(packed_values[i], values_tile, column + 16 * i);
+        if (!block.computes_F) load_packed<BV>(packed_values[i], values_tile, column + 16 * i);
     };
     if constexpr (OUTPUTS) load_values();  // else after the first product, which then has their registers
     // The betas of tokens first + 2t and the next.
@@ -333,12 +300,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
       }
     }
   }
-  float* to = computes_F ? args.F + (i64(n) * H + h) * shape.K * width : segment.to;
-  if (to) {
-    each([&](float& x, i64 index, bool inside) {
-      if (inside) to[index] = x;
-    });
-  }
+  block.store(S, shape, args.F);
 }
 
 template <typename T, int BK, int BV, bool TWO_WRITES, int STAGES, bool OUTPUTS, Directions OF>

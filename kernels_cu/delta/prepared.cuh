@@ -20,12 +20,9 @@
 
 // TWO_WRITES (RWKV-7): v is written along the rows of Z[0] (Z), and Y along those of Z[1] (Zb).
 template <typename T, int BK, bool TWO_WRITES> struct alignas(16) Prepared {
-  // Bytes of the members before W: all that a walk without outputs reads.
-  static constexpr int BYTES_FOR_STATES = (2 + TWO_WRITES) * BT * BK * sizeof(T) + BK * sizeof(float);
-
   T E[BT * BK], Z[1 + TWO_WRITES][BT * BK];  // tiles, as place<BK> lays them out
   float decay[BK];                           // D
-  T W[BT * BK];                              // W and B are for outputs only
+  T W[BT * BK];                              // a walk without outputs reads what is before W
   Matrix<T> B;
 };
 

@@ -31,18 +31,14 @@
 //   State<BK>: a warp's 16 columns of a state
 //   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
 //     sums y; add_packed: y += x; multiply_packed: sums += M x
-//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. The walk's first segment starts from the initial state. With OUTPUTS
-//     the others start from `starts`, and only the walk's last one has `to`; else they start from zeros, and `to` is in
-//     `starts`. If the last argument is true, the walk's first segment has all tokens and is its last one, too; the
-//     other segments have no tokens, and `to` is null
-//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
+//   BlockOfWalk: the block's segment, its tokens, and its columns; it loads the state that the walk starts from, and
+//     stores the last one. take_chunk: waits for a chunk, and has a later one copied
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
-//   decay_state: S <- diag(decay) S; each_number<BK>(S, row, ...): calls f for a lane's numbers of S; row: S's first
+//   decay_state: S <- diag(decay) S
 //   blocks_of_walk: how many blocks share a multiprocessor; tiles_of_warp: how many times 16 columns a warp has
-//   copy_prepared, copy_chunk: start to copy a prepared chunk, a chunk's rows; BYTES_FOR_STATES: of a prepared chunk,
-//     what a walk without outputs reads; store_tokens: stores a warp's columns of o; word_of: two numbers rounded to T
+//   copy_prepared, copy_chunk: start to copy a prepared chunk, a chunk's rows; store_tokens: stores a warp's columns of
+//     o; word_of: two numbers rounded to T
 
 template <typename T> struct Args {
   StridedRows<const T> v;
@@ -60,7 +56,7 @@ template <typename T> struct Args {
 // The bytes of a prepared chunk that the walk reads, and its v.
 template <typename T, int BK, int BV, bool TWO_WRITES, bool OUTPUTS> struct alignas(16) Stage {
   using Chunk = Prepared<T, BK, TWO_WRITES>;
-  static constexpr int SIZE = OUTPUTS ? sizeof(Chunk) : Chunk::BYTES_FOR_STATES;
+  static constexpr int SIZE = OUTPUTS ? sizeof(Chunk) : __builtin_offsetof(Chunk, W);  // all before W
   uint4 bytes[SIZE / 16];
   T v[BT * BV];
 
@@ -81,43 +77,24 @@ __global__ void __launch_bounds__(2 * BV / tiles_of_warp<T, BK>(OUTPUTS),
   auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OUTPUTS>*>(dynamic_smem())->stages;
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
-  const u32 head = blockIdx.x / tiles, tile = blockIdx.x % tiles, H = u32(shape.H), count = u32(shape.count);
-  const u32 n = head / H, h = head % H, b = n / count;  // head: counted through all segments
-  const bool computes_F = !OUTPUTS && tile >= value_tiles;
-  const int first_column = (computes_F ? tile - value_tiles : tile) * BV;
-  // Whether the sequence is computed as one segment, since joining segments has left float32's range (segments.cuh).
-  const bool whole = OUTPUTS && is_whole<FORWARDS>(shape, u32(args.P), n, h, args.starts, first_column, BV);
-  const auto segment =
-      segment_of<FORWARDS>(OUTPUTS, shape, u32(args.P), n, h, args.initial, args.starts, args.final, whole);
-  if (!OUTPUTS && (segment.last || (computes_F && segment.first))) return;
-  const i64 width = computes_F ? (shape.K + 3) / 4 * 4 : shape.V;  // of a row; F's are padded with zeros
-  const Span span = segment.tokens;
-  const int tokens = int(span.stop - span.start);
-  const int bytes = int(args.bytes);
-  const int channels = int(shape.K), columns = int(min(width - first_column, i64(BV))),
-            column = threadIdx.x / 32 * 16 * N;
-  const auto* prepared_chunks = static_cast<const Prepared<T, BK, TWO_WRITES>*>(args.prepared) +
-                                (i64(b) * H + h) * shape.NC + segment.chunks.start;
+  const BlockOfWalk<FORWARDS, OUTPUTS, BK, BV> block(shape, u32(args.P), blockIdx.x, value_tiles, tiles, args.initial,
+                                                     args.starts, args.final);
+  if (!block.is_needed()) return;
+  const u32 b = block.b, h = block.h;
+  const i64 start = block.segment.tokens.start;
+  const int tokens = block.tokens, bytes = int(args.bytes), first_column = block.first_column, columns = block.columns,
+            column = threadIdx.x / 32 * 16 * N;  // column: the warp's first one of the block's
+  const auto* prepared_chunks =
+      static_cast<const Prepared<T, BK, TWO_WRITES>*>(args.prepared) + block.first_prepared(shape);
 
   State<BK> S[N];
-  const auto each = [&](auto f) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const int moved = column + 16 * i - int(threadIdx.x) / 32 * 16;  // beyond the warp's columns if it had 16
-      each_number<BK>(S[i], 0, width, first_column + moved, channels, columns - moved, f);
-    }
-  };
-  each([&](float& x, i64 index, bool inside) {
-    // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
-    x = !inside ? 0.f : computes_F ? u32(index) % u32(width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
-  });
-
+  block.load(S, shape);
   const auto fetch = [&](int chunk, int stage) {
     if (chunk * BT < tokens) {
       auto& to = stages[stage];
       copy_prepared<0, OwnStage::SIZE, THREADS>(to.bytes, prepared_chunks + chunk);
-      if (!computes_F)
-        copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, span.start + chunk * BT) + first_column, args.v.token_stride,
+      if (!block.computes_F)
+        copy_chunk<BV, THREADS>(to.v, args.v.row(b, h, start + chunk * BT) + first_column, args.v.token_stride,
                                 tokens - chunk * BT, columns, bytes);
     }
     cp_async_commit();
@@ -127,13 +104,7 @@ __global__ void __launch_bounds__(2 * BV / tiles_of_warp<T, BK>(OUTPUTS),
   for (int chunk = 0; chunk < STAGES - 1; ++chunk) fetch(chunk, chunk);
 #pragma unroll 1
   for (int token = 0, chunk = 0, stage = 0; token < tokens; token += BT, ++chunk) {
-    if constexpr (STAGES > 1) cp_async_wait<STAGES - 2>();
-    __syncthreads();  // the chunk is in shared memory, unless STAGES is 1; the previous chunk has been read
-    fetch(chunk + STAGES - 1, stage ? stage - 1 : STAGES - 1);  // to the previous chunk's stage
-    if constexpr (STAGES == 1) {
-      cp_async_wait<0>();
-      __syncthreads();  // the chunk is in shared memory
-    }
+    take_chunk<STAGES>(chunk, stage, fetch);
     const auto& prepared = stages[stage].prepared();
     const T* v_tile = stages[stage].v;
     if (++stage == STAGES) stage = 0;
@@ -144,7 +115,7 @@ __global__ void __launch_bounds__(2 * BV / tiles_of_warp<T, BK>(OUTPUTS),
     Accumulators o = {};
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (!computes_F) load_packed<BV>(v[i], v_tile, column + 16 * i);
+      if (!block.computes_F) load_packed<BV>(v[i], v_tile, column + 16 * i);
     if constexpr (OUTPUTS) read_transposed<BK, true>(Y[0], S[0], prepared.E, &o, prepared.W);  // Y = E S; o = W S
     else read_transposed<BK>(Y, S, prepared.E);
 #pragma unroll
@@ -159,7 +130,7 @@ __global__ void __launch_bounds__(2 * BV / tiles_of_warp<T, BK>(OUTPUTS),
     if constexpr (OUTPUTS) {
       multiply_packed(o, prepared.B, v[0]);
       store_tokens<T>(
-          args.o.row(b, h, span.start + token) + first_column, args.o.token_stride,
+          args.o.row(b, h, start + token) + first_column, args.o.token_stride,
           [&](int i, int across) {  // across: 0 or 8, the first column of 8
             const float* pair = o[i / 16][across / 8] + i % 16 / 8 * 2;
             return word_of<T>(scale * pair[0], scale * pair[1]);
@@ -167,10 +138,5 @@ __global__ void __launch_bounds__(2 * BV / tiles_of_warp<T, BK>(OUTPUTS),
           tokens - token, column, columns, bytes);
     }
   }
-  float* to = computes_F ? args.F + (i64(n) * H + h) * shape.K * width : segment.to;
-  if (to) {
-    each([&](float& x, i64 index, bool inside) {
-      if (inside) to[index] = x;
-    });
-  }
+  block.store(S, shape, args.F);
 }

@@ -31,6 +31,80 @@ template <class Shared, typename T, int BK, int BV> constexpr int blocks_of_walk
   return tiles == 1 ? 128 / BV : blocks_with_room<Shared>(128 * tiles / BV);
 }
 
+// What a block of a walk computes: BV columns of the state, or of its gradient, or, without outputs, of F. Its walk
+// goes through one segment, in one direction of time.
+template <bool BACKWARDS, bool OUTPUTS, int BK, int BV> struct BlockOfWalk {
+  u32 n, h, b;             // the segment's number, through all batch rows; the head of values; the batch row
+  bool computes_F;         // the walk starts from the identity, and all values are 0
+  int first_column;        // the block's, of V or of F
+  i64 width;               // numbers of a row of the state in memory; F's are padded with zeros
+  int columns;             // of the block's BV those below `width`
+  Segment<float> segment;  // its tokens, chunks, and the states that the walk starts from and ends with (segments.cuh)
+  int tokens;
+
+  // block: its number; of a head's `tiles` blocks the first value_tiles have columns of V, the others columns of F.
+  // given, starts, final: those of segment_of. All threads call this; it has the barrier of is_whole.
+  __device__ __forceinline__ BlockOfWalk(const Shape& shape, u32 P, u32 block, u32 value_tiles, u32 tiles,
+                                         const StridedRows<const float>& given, float* starts,
+                                         const StridedRows<float>& final) {
+    const u32 sequence_head = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
+    n = sequence_head / H, h = sequence_head % H, b = n / count;
+    computes_F = !OUTPUTS && !BACKWARDS && tile >= value_tiles;
+    first_column = (computes_F ? tile - value_tiles : tile) * BV;
+    const bool whole = OUTPUTS && is_whole<BACKWARDS>(shape, P, n, h, starts, first_column, BV);
+    segment = segment_of<BACKWARDS>(OUTPUTS, shape, P, n, h, given, starts, final, whole);
+    width = computes_F ? (shape.K + 3) / 4 * 4 : shape.V, columns = int(min(width - first_column, i64(BV)));
+    tokens = int(segment.tokens.stop - segment.tokens.start);
+  }
+  // Whether join_segments.cu, or the caller, needs the result.
+  __device__ __forceinline__ bool is_needed() const {
+    return OUTPUTS || !(segment.last || (computes_F && segment.first));
+  }
+  // The number of the segment's first prepared chunk.
+  __device__ __forceinline__ i64 first_prepared(const Shape& shape) const {
+    return (i64(b) * u32(shape.H) + h) * shape.NC + segment.chunks.start;
+  }
+
+  // Calls f(number, its index in the state in memory, whether it exists) for a lane's numbers of its warp's N times 16
+  // columns.
+  template <int N, class F> __device__ __forceinline__ void each(State<BK> (&S)[N], const Shape& shape, F f) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      // each_number takes the warp's number times 16 for its first column: `moved` is from there to the i-th 16.
+      const int warp = int(threadIdx.x) / 32, moved = warp * 16 * N + 16 * i - warp * 16;
+      each_number<BK>(S[i], 0, width, first_column + moved, int(shape.K), columns - moved, f);
+    }
+  }
+  // Sets S to the state from which the walk starts.
+  template <int N> __device__ __forceinline__ void load(State<BK> (&S)[N], const Shape& shape) const {
+    each(S, shape, [&](float& x, i64 index, bool inside) {
+      // The identity: row * width + column is a multiple of width + 1 on the diagonal only.
+      x = !inside ? 0.f : computes_F ? u32(index) % u32(width + 1) == 0 : segment.from ? segment.from[index] : 0.f;
+    });
+  }
+  // Stores S, with which the walk ends, in F, or where the segment's last state goes, if it is wanted.
+  template <int N> __device__ __forceinline__ void store(State<BK> (&S)[N], const Shape& shape, float* F) const {
+    float* const to = computes_F ? F + (i64(n) * u32(shape.H) + h) * shape.K * width : segment.to;
+    if (!to) return;
+    each(S, shape, [&](float& x, i64 index, bool inside) {
+      if (inside) to[index] = x;
+    });
+  }
+};
+
+// Waits for the chunk of step `step` of a walk, which is in `stage` of a ring of STAGES, and starts copying that of
+// STAGES - 1 steps later: fetch(step, stage) does so, and commits a group, also behind the last chunk. All threads call
+// this; it has one barrier, two if STAGES is 1.
+template <int STAGES, class Fetch> __device__ __forceinline__ void take_chunk(int step, int stage, Fetch fetch) {
+  if constexpr (STAGES > 1) cp_async_wait<STAGES - 2>();
+  __syncthreads();  // the chunk is in shared memory, unless STAGES is 1; the previous chunk has been read
+  fetch(step + STAGES - 1, stage ? stage - 1 : STAGES - 1);  // to the previous chunk's stage
+  if constexpr (STAGES == 1) {
+    cp_async_wait<0>();
+    __syncthreads();  // the chunk is in shared memory
+  }
+}
+
 // Starts to copy bytes FROM ... STOP - 1 of a prepared chunk from global to shared memory, by all THREADS threads; both
 // bounds are multiples of 16.
 template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_prepared(void* to, const void* from) {
