@@ -174,58 +174,34 @@ __device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[
   wgmma_commit();
 }
 
-// Starts a part of S tokens^T, as above, with S as two bfloat16 numbers (rounded numbers and rounding errors) and
-// tokens in T; calls put(n, this lane's rounded numbers) for the n-th 16 columns of S: if BK = 64, the second pass
-// stores them in shared memory, as an operand of dv.
-template <int BV, class Put>
+// Starts a part of S tokens^T, as above, with tokens in T, and S in as many numbers of T as hold it (NUMBERS): two in
+// bfloat16, a rounded number and its rounding error; one in float16, as the caller has multiplied S by a power of 2
+// that brings it into float16's range. First waits for the part whose copy of S is in the same registers: the previous
+// one, in float16 the one before that. Calls put(n, this lane's rounded numbers) for the n-th 16 columns of S: if BK =
+// 64, the second pass stores them in shared memory, as an operand of dv.
+template <int BV, typename T, class Put>
 __device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / NUM_SUBCHUNKS][4],
-                                                      const float (&S)[BV / 2], bf16 (&tokens)[BV / 64][CHUNK][64],
+                                                      const float (&S)[BV / 2], T (&tokens)[BV / 64][CHUNK][64],
                                                       int part, Put put) {
-  constexpr int TILES = BV / 16 / NUM_SUBCHUNKS;
-  if (part) wgmma_wait<0>();
+  constexpr int TILES = BV / 16 / NUM_SUBCHUNKS, NUMBERS = IS_FLOAT16<T> ? 1 : 2, PARTS_HELD = 2 / NUMBERS;
+  u32(*const copy)[4] = columns + part % PARTS_HELD * TILES;
+  if (part >= PARTS_HELD) wgmma_wait<PARTS_HELD - 1>();
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
     const float* from = S + 8 * (part * TILES + n);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      columns[2 * n][m] = pack<bf16>(from[2 * m], from[2 * m + 1]);
-      columns[2 * n + 1][m] = remainder_of(columns[2 * n][m], from[2 * m], from[2 * m + 1]);
+      copy[NUMBERS * n][m] = pack<T>(from[2 * m], from[2 * m + 1]);
+      if constexpr (NUMBERS == 2) copy[2 * n + 1][m] = remainder_of(copy[2 * n][m], from[2 * m], from[2 * m + 1]);
     }
-    put(part * TILES + n, columns[2 * n]);
+    put(part * TILES + n, copy[NUMBERS * n]);
   }
   const u64 b = k_major_tile(tokens);
   wgmma_fence();
 #pragma unroll
-  for (int n = 0; n < 2 * TILES; ++n) {
-    const int tile = part * TILES + n / 2;
-    wgmma<bf16, CHUNK, K_MAJOR>(x, columns[n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, part + n > 0);
-  }
-  wgmma_commit();
-}
-
-// Starts a part of S tokens^T, as above, with S as one float16 number: the caller has multiplied S by a power of 2 that
-// brings it into float16's range. First waits for the part before the previous one, whose copy of S is in the same
-// registers.
-template <int BV, class Put>
-__device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[BV / 8 / NUM_SUBCHUNKS][4],
-                                                      const float (&S)[BV / 2], f16 (&tokens)[BV / 64][CHUNK][64],
-                                                      int part, Put put) {
-  constexpr int TILES = BV / 16 / NUM_SUBCHUNKS;
-  const int first = part % 2 * TILES;
-  if (part > 1) wgmma_wait<1>();
-#pragma unroll
-  for (int n = 0; n < TILES; ++n) {
-    const float* from = S + 8 * (part * TILES + n);
-#pragma unroll
-    for (int m = 0; m < 4; ++m) columns[first + n][m] = pack<f16>(from[2 * m], from[2 * m + 1]);
-    put(part * TILES + n, columns[first + n]);
-  }
-  const u64 b = k_major_tile(tokens);
-  wgmma_fence();
-#pragma unroll
-  for (int n = 0; n < TILES; ++n) {
-    const int tile = part * TILES + n;
-    wgmma<f16, CHUNK, K_MAJOR>(x, columns[first + n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, part + n > 0);
+  for (int n = 0; n < NUMBERS * TILES; ++n) {
+    const int tile = part * TILES + n / NUMBERS;
+    wgmma<T, CHUNK, K_MAJOR>(x, copy[n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, part + n > 0);
   }
   wgmma_commit();
 }
