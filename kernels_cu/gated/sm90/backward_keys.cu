@@ -76,7 +76,8 @@
 //                       2x + 1, keys of 2x; by16[x]: queries of 2 + x, keys of x
 //   PairReader          add_queries(sum, queries, n, m): adds to the sums of keys of sub-chunk m the queries of
 //                       sub-chunk n times dA
-//   pair_index, self_weight_at: places in dA; self_weights: two numbers at the latter; pair_value: one, rounded to tf32
+//   QueryRow            stores dA of a query and pairs of keys; rounded_to_tf32(x): as A and dA are stored
+//   self_weights        RWKV-6: scale do_i . v_i of the lane's two tokens of a sub-chunk, from dA
 //   load_operand, store_operand, store_chunk_values: move a warp's 16 of a panel's 64 channels
 // From states.cuh
 //   put_float_tile<warps>: a tile in float32; start_state_read_part, start_state_write start products that read dS or
@@ -95,7 +96,7 @@
 // From backward_scores.cuh and backward_keys_storage.cuh
 //   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands. multiply_rows: by
 //                       wgmma, so that all of the warpgroup calls it together
-//   score_offset        the byte offset in A of a lane's first score; score_value: a score, rounded to tf32
+//   score_offset        the byte offset in A of a lane's first score
 //   ChannelStage, ValueStage: a chunk's arrays of K, of V numbers; WarpFlags: a byte for each warp of consumers
 // From backward_lookups.cuh, growth.cuh and query_share.cuh
 //   computed_entry      offsets and masks of a thread (OFFSETS, FROM_MIDDLE, MASKS); s.lookups has the first LOOKUPS of
@@ -182,7 +183,7 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   const int queries = has_16_queries ? 16 : 8 * warp, keys = has_16_queries ? 4 * warp : 8 * (warp - 1);
   const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // products cut off bits of both tf32 operands
   const auto put = [&](int offset, float score) {
-    *reinterpret_cast<float*>(at_byte_offset(s.A, offset)) = score_value(score);
+    *reinterpret_cast<float*>(at_byte_offset(s.A, offset)) = rounded_to_tf32(score);
   };
   // within: products of `query` and the two keys of the warp's sub-chunk. across: those of queries lane / 4 and
   // lane / 4 + 8 and keys 2 key_pair and the next, from `queries` and `keys` on. self_score: q . u k of the sub-chunk's

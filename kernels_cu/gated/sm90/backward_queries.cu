@@ -65,6 +65,7 @@
 //   GateCounts          how often a token's sum of gates has each gate: 0, 1, 1/2, or, before a middle, -1
 //   decays_from_*, decays_to_*: decays of tokens; decay_within, decay_queries, decay_keys: tokens times these,
 //                       AS_MULTIPLIED: cut off to tf32
+//   QueryRow            stores dA of a query and pairs of keys; pair_index: a pair's index in dA
 //   PairReader          add_keys(sums, keys, n, m): sums over keys of sub-chunk m, times pairs, for queries of n;
 //                       add_queries(sums, queries, n, m): over queries of n, for keys of m. Across: operands at borders
 // From backward_schedules.cuh

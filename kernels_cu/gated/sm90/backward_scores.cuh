@@ -34,9 +34,6 @@ __device__ __forceinline__ int score_offset(int queries, int keys, int lane) {
   return swizzled_offset(keys + 2 * (lane & 3), queries / 4 + (lane >> 2 & 1)) + (lane >> 3) * 4;
 }
 
-// x rounded to tf32, as A is stored.
-__device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
-
 // d[query, key] = a b^T for the 8 queries from 8 w on of warp w, and all keys. A warp has 16 rows of the product,
 // blocks 2w and 2w + 1 of 8 rows. With 512 bytes between blocks, half a block, block 2w starts at byte 1024 w, its
 // first query. Block 2w + 1 is not used. The last one ends 512 bytes behind a's panel: in the next one, or in dA, which

@@ -451,8 +451,8 @@ __device__ __forceinline__ constexpr int pair_index(int query, int key) {
   return query * CHUNK + (key ^ 8 * ((query & 3) ^ (query >> 2 & 1)));
 }
 __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return x[0][pair_index(query, key)]; }
-// The value to store for a pair: rounded to tf32.
-__device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
+// x rounded to tf32, as A and dA are stored.
+__device__ __forceinline__ float rounded_to_tf32(float x) { return __uint_as_float(to_tf32(x)); }
 // RWKV-6: scale do_i . v_i of a token. Those of sub-chunk n are side by side in row n of Pairs, where pair_index puts
 // keys 24 to 31 of query n: they are after the query and in no pair.
 __device__ __forceinline__ constexpr int self_weight_index(int n) {
@@ -489,7 +489,7 @@ template <class ReadOrder> struct QueryRow {
   __device__ __forceinline__ void put(int n, float first, float second) const {
     const auto value = [&](int key, float product) {  // key: counted from first_key
       if (ReadOrder::reads_before_write && key == distance) self_weight_at(dA, query) = scale * product;
-      return pair_value(key < distance + !ReadOrder::reads_before_write ? factor * product : 0.f);
+      return rounded_to_tf32(key < distance + !ReadOrder::reads_before_write ? factor * product : 0.f);
     };
     *reinterpret_cast<float2*>(&dA[0][index ^ 8 * n]) = {value(8 * n, first), value(8 * n + 1, second)};
   }
