@@ -62,6 +62,9 @@
 #include "gated/sm90/forward_scales.cuh"
 #include "gated/sm90/forward_scores.cuh"
 
+static_assert(LARGEST_EXPONENT == 12, "a row's numbers, below 2^13, times e^2 are in float16's range: see LIMIT");
+static_assert(GROWN_EXPONENT == -9 && 2 * SUBCHUNK_GROWTH <= 16.f, "below 2^-8, times e^16 they are, too");
+
 // One chunk whose operands a producer group makes.
 struct ChunkJob {
   int group;         // the producer group in its block

@@ -14,8 +14,11 @@
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"
 
-// The exponent of a scaled row's largest number: GROWN_EXPONENT if the chunk has log gates above 1/8.
-constexpr int LARGEST_EXPONENT = 12, GROWN_EXPONENT = -9;
+// The exponent of a scaled row's largest number: GROWN_EXPONENT if the chunk has log gates above 1/8. Rows from
+// LEAST_EXPONENT to LARGEST_EXPONENT need no scale; DirectProducts finds the others by their squares.
+constexpr int LARGEST_EXPONENT = 12, LEAST_EXPONENT = -14, GROWN_EXPONENT = -9;
+static_assert(LARGEST_SQUARE == u32(127 + 2 * (LARGEST_EXPONENT + 1)) << 23);
+static_assert(LEAST_SQUARE == u32(127 + 2 * LEAST_EXPONENT) << 23);
 
 // The larger absolute value of the two bfloat16 numbers in a register, as bits.
 __device__ __forceinline__ u32 largest_of(u32 two) { return max(two & 0x7fff, two >> 16 & 0x7fff); }
@@ -38,7 +41,7 @@ template <int BK> struct RowScales {
     const u32 largest =
         largest_of(reduce_each<LANES>(x, lane, [](u32 x, u32 y) { return larger_magnitudes_of_halves(x, y); }));
     const int exponent = int(largest >> 7) - 127;
-    const bool in_range = !grows && exponent >= -14 && exponent <= LARGEST_EXPONENT;
+    const bool in_range = !grows && exponent >= LEAST_EXPONENT && exponent <= LARGEST_EXPONENT;
     const int change = in_range ? 0 : (grows ? GROWN_EXPONENT : LARGEST_EXPONENT) - exponent;
     const int bits = min(max(127 + change, 1), 253);  // exponent bits; bounds: the scale and its inverse are normal
     scale = __uint_as_float(u32(bits) << 23), undo = __uint_as_float(u32(254 - bits) << 23);

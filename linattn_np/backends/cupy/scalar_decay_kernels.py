@@ -62,6 +62,7 @@ class WeightedSums(HopperKernel):
         ("CHUNK", "CHUNK"),
         ("STRETCH", "STRETCH"),
         ("1 + IN_CLUSTER<{what}, {BK}, {BV}>", "blocks_per_cluster"),
+        ("Registers<{BK}, {BV}>::BLOCKS", "blocks_per_multiprocessor"),
     )
     what: str
     gate: np.dtype
