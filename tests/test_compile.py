@@ -98,9 +98,9 @@ def targets(instances):
 # The forward kernels of every card have 128 registers a thread where shared memory has room for two blocks of 128
 # channels and columns on a multiprocessor (0.91 ms for 1.04 at 4,4096,64,128 on an H200). Of these sizes spill, x3 is
 # float32 in three products, gates are like data or said:
-#   gated/forward       sm_90   x3 96 to 120, bfloat16 44 to 72, with float32 gates 112 and 116, float16 32,
+#   gated/forward       sm_90   x3 36 to 68, bfloat16 44 to 72, with float32 gates 112 and 116, float16 32,
 #                               its SplitChannels 8
-#                       sm_100  x3 48 to 108, bfloat16 52, with float32 gates 28 and 144
+#                       sm_100  x3 12, bfloat16 52, with float32 gates 28 and 144
 #   value_gate/forward  sm_80   x3 SegmentState 56, float16 8, its SplitChannels 8
 #                       sm_90   bfloat16 200
 #                       sm_100  bfloat16 156, its SegmentState 8, x3 76
@@ -111,15 +111,16 @@ def targets(instances):
 #   delta/backward_chunks  sm_90   256 channels, 512 threads of 128 registers: float32 352, half precision 36; its 128
 #                                  channels 16
 #                          sm_100  256 channels: float32 up to 280, half precision 8
-# Of others gated/forward's SplitChannels on sm_90 (64 channels and columns, x3: 8 and 32) and sm_80 (64 and 128, RWKV-6
-# in bfloat16: 8), and value_gate/forward on sm_90 (64 channels, bfloat16: 8).
+# Of others gated/forward on sm_90 (x3, 64 channels: 48 to 72, SplitChannels 172 and 180 by 64 columns, 16 of 128) and
+# sm_80 (x3, RWKV-6, 64 channels: 8 to 32; SplitChannels of 64 and 128, RWKV-6 in bfloat16: 8), and value_gate/forward
+# on sm_90 (64 channels, bfloat16: 8).
 # All of this is NVRTC 13.5's. 13.0, which torch's wheels bring, also spills 8 to 76 bytes where 13.5 does not.
 SPILLS_OF = (13, 5)
 SPILLED = {
     ("gated/sm90/backward_queries", "sm_90a"): 80,  # RWKV-6, bfloat16 with float32 gates; float16 72
     ("gated/sm90/backward_keys", "sm_90a"): 200,
-    ("gated/forward", "sm_80"): 8,
-    ("gated/forward", "sm_90"): 120,
+    ("gated/forward", "sm_80"): 32,
+    ("gated/forward", "sm_90"): 180,
     ("gated/forward", "sm_100"): 144,
     ("delta/backward_states", "sm_80"): 76,
     ("delta/backward_states", "sm_90"): 68,
@@ -137,6 +138,8 @@ SPILLED = {
     ("delta/small_backward", "sm_90"): 128,
     ("delta/small_backward", "sm_100"): 28,
     ("delta/small_backward", "sm_120"): 60,
+    ("gated/backward_states", "sm_120"): 248,  # float32 in three products, 128 columns: every 32 tokens
+    ("gated/segment_states", "sm_120"): 12,
     ("value_gate/forward", "sm_80"): 56,
     ("value_gate/forward", "sm_90"): 200,
     ("value_gate/forward", "sm_100"): 156,

@@ -7,7 +7,7 @@ import numpy as np
 import planned
 import pytest
 from conftest import DOUBLE, SINGLE, Kernels, OnCard
-from emulator import EmulatedDevice
+from emulator import EmulatedDevice, sums_cut_off
 from reference import (
     DECAYS,
     GATES,
@@ -467,6 +467,23 @@ def test_explain_speaks_of_the_pullback(backend, rng):
         f"gated/backward_{what}" for what in ("states", "channels", "values")
     ]
     assert backward.tiles["chunk"] == 64 and "besides the gradients" in str(backward)
+
+
+def test_states_that_forget_nothing_do_not_shrink(rng):
+    """Tensor cores cut sums off towards 0, by up to 2^-23: a product of 16 deep in float32 six times, with operands
+    right to 2^-21. o, dq, dk and dv are such products of such products of 32, however many tokens a state has taken.
+    """
+    device = EmulatedDevice()
+    device.multiprocessors = 1  # so that the sequence is one segment
+    arrays = draw(GLA, rng, Case(T=2048, K=32, V=32, H=1).sizes, "float32", "zero")
+    do = rng.standard_normal(arrays[2].shape).astype(SINGLE)
+    problem = GLA.bind(arrays, mode="chunk")
+    with sums_cut_off():
+        (o, _), saved = planned.run_and_save(problem, device)
+        gradients, _ = planned.pull(problem, device, do, None, saved)
+    exact, pull = vjp(gla, *map(double, arrays), mode="recurrent")
+    for name, x, y in zip(("o", "dq", "dk", "dv"), (o, *gradients), (exact, *pull(double(do)))):
+        assert rms(x - y) <= (18 * 2**-23 + 4 * 2**-21) * rms(y), name
 
 
 def test_what_has_no_gradient_kernel_is_refused(backend, rng):

@@ -31,6 +31,7 @@
 //   Left, RightData    a lane's pairs of A, of B as data are in memory; set_unrounded: stores floats that products may
 //                      cut off
 //   load_right         two B side by side, from a tile [depth, column] (AS_STORED)
+//   accumulate         D += A B for two B, for sums over many tokens
 //   TF32_CORRECTION<M, E>  the factor that makes up for one operand, stored as E (by default M::Stored), that tf32
 //                      products cut off; 1 if they cut off nothing
 //   load_channels      16 tokens, two sub-chunks, of a warp's 16 channels: with g = lane / 4, t = lane % 4, x[p] is of
@@ -277,7 +278,7 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
       for (int n = 0; n < BV / 8; n += 2) {
         RightData<M, T> b[2];
         load_right<AS_STORED>(b, in.values + 16 * m * LD<T, BV> + 8 * n, LD<T, BV>);
-        multiply(S[n / 2], a, b);
+        accumulate(S[n / 2], a, b);
       }
     }
   }

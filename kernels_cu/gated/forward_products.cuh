@@ -259,7 +259,7 @@ __device__ __forceinline__ void update_state(State<BK>& S, const typename Operan
           const float2 decays = *reinterpret_cast<const float2*>(decay + 16 * c + 8 * half + 2 * t);
           x[0] *= decays.x, x[1] *= decays.y, x[2] *= decays.x, x[3] *= decays.y;
         }
-        multiply(x, a, b[half]);
+        accumulate(x, a, b[half]);
       }
     }
   }

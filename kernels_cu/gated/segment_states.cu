@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
       for (int x = 0; x < BV / 16; ++x) {
         RightData<M, T> values[2];
         load_values(values, in.v, m, 16 * x);
-        multiply(S[x], a[m], values);
+        accumulate(S[x], a[m], values);
       }
   }
   cp_async_wait<0>();

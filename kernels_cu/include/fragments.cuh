@@ -195,6 +195,26 @@ __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (
   }
 }
 
+// d += a b, for a sum d over many tokens. An instruction cuts its sum off, always towards 0. So a product of two split
+// operands, whose own error is smaller than all these cuts, is summed by itself and added to d in float32, which rounds.
+template <class D, class L, class R> __device__ __forceinline__ void accumulate(D& d, const L& a, const R& b) {
+  multiply(d, a, b);
+}
+__device__ __forceinline__ void accumulate(float (&d)[4], const Pairs<SPLIT, float, 4>& a,
+                                           const Pairs<SPLIT, float, 2>& b) {
+  float product[4] = {};
+  multiply(product, a, b);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[i] += product[i];
+}
+__device__ __forceinline__ void accumulate(float (&d)[2][4], const Pairs<SPLIT, float, 4>& a,
+                                           const Pairs<SPLIT, float, 2> (&b)[2]) {
+  float products[2][4] = {};
+  multiply(products, a, b);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) d[i / 4][i % 4] += products[i / 4][i % 4];
+}
+
 // ---- operands from shared memory: rows of a tile are `ld` values apart, of a 16-bit type an odd multiple of 16 bytes
 
 // How a tile holds a matrix: values of the functions' template parameter TRANSPOSED.

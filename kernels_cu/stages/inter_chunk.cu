@@ -14,7 +14,7 @@
 
 // From copies.cuh and its includes:
 //   copy_tile: starts copying rows to a tile; LeftOf, RightOf: operands of tensor cores, which load_rounded sets from
-//     16 x 16 numbers; multiply(d, a, b): d += a b; chunk_tokens: those of a chunk; chunks_of, tokens_of: those of a
+//     16 x 16 numbers; accumulate(d, a, b): d += a b; chunk_tokens: those of a chunk; chunks_of, tokens_of: those of a
 //     sequence; decay_of(x): e^x
 
 constexpr int STEP = 32, TILE = 64, STAGES = 3;  // tokens of a step; channels, columns of a block; steps in memory
@@ -124,8 +124,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
       for (int tile = 0; tile < TILE / 8; tile += 2) {
         RightOf<T> b[2];
         load_rounded<AS_STORED>(b, in.v + j * LD<T, TILE> + 8 * tile, LD<T, TILE>);
-        multiply(S[tile], a, b[0]);
-        multiply(S[tile + 1], a, b[1]);
+        accumulate(S[tile], a, b[0]);
+        accumulate(S[tile + 1], a, b[1]);
       }
     }
   }

@@ -128,7 +128,7 @@ __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared
           x[0] *= chunk_decays[0] * decay.x, x[1] *= chunk_decays[0] * decay.y;
           x[2] *= chunk_decays[1] * decay.x, x[3] *= chunk_decays[1] * decay.y;
         }
-        multiply(x, a, b[half]);
+        accumulate(x, a, b[half]);
       }
     }
   }

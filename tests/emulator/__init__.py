@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import tempfile
+from contextlib import contextmanager
 from dataclasses import field
 from functools import cache, partial
 from pathlib import Path
@@ -92,6 +93,17 @@ def _library(name, what, text, *options, with_library=()):
 def _runtime():
     """The scheduler and the products of matrices: a library that the kernels' name."""
     return _library("runtime", "the emulator", _text() + source.text(HERE / "runtime", TWINS), "-O3")
+
+
+@contextmanager
+def sums_cut_off():
+    """Products of matrices have their sums cut off, as tensor cores do it, and not rounded."""
+    cuts_off = ctypes.c_bool.in_dll(ctypes.CDLL(_runtime()), "cuts_off_sums")
+    cuts_off.value = True
+    try:
+        yield
+    finally:
+        cuts_off.value = False
 
 
 @cache

@@ -346,8 +346,25 @@ const char* launch(void (*entry)(), Sizes sizes, long long blocks, int count, si
 
 typedef float Four __attribute__((vector_size(16)));
 
+// Whether products are added exactly and the sum is cut off, as tensor cores do, instead of rounded after each product.
+extern "C" __attribute__((visibility("default"))) bool cuts_off_sums;
+bool cuts_off_sums = false;
+
+float cut_off(double x) {
+  const float rounded = x;
+  return fabs(rounded) > fabs(x) ? nextafterf(rounded, 0) : rounded;
+}
+
 // Adds K products to each of eight sums: those of a row of A and as many rows of B, which lie `stride` floats apart.
 template <int K> void multiply_row(float* sums, const float* a, const float* b, int stride) {
+  if (cuts_off_sums) {
+    for (int n = 0; n < 8; ++n) {
+      double sum = sums[n];
+      for (int k = 0; k < K; ++k) sum += double(a[k]) * b[k * stride + n];
+      sums[n] = cut_off(sum);
+    }
+    return;
+  }
   Four low, high, x, y;
   memcpy(&low, sums, sizeof low);
   memcpy(&high, sums + 4, sizeof high);
