@@ -57,7 +57,6 @@
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"
 #include "gated/forward_tiles.cuh"
-#include "value_gate/columns.cuh"
 #include "value_gate/forward_by_token.cuh"
 #include "value_gate/forward_products.cuh"
 #include "ptx.cuh"

@@ -20,18 +20,43 @@
 //   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o
 //   OperandOf<T>::Type: the type of operands in shared memory; `words`: a lane's operand as registers of two 16-bit
 //     numbers; place: the address of a number in a tile
-//   Readers load operands from tiles: RowsReader queries, RightReader keys, ColumnsReader values and gates
+//   Readers load operands from tiles: RowsReader queries, RightReader keys; TransposedReader: the base of ColumnsReader
 //   state_k: the chunk's keys, decayed for products with S; decays_of(gates): two tokens' decays; RightBf16, RightTf32:
-//     right operands; own_lane: the lane's number, whose origin is hidden; scale_columns: a lane's outputs times a
-//     factor
+//     right operands; own_lane: the lane's number, whose origin is hidden
 //   product_over(x, first, end): the product of x[first ... end - 1]
 //   Schedule: which launches and results there are; AfterWrite: queries read the state after their token's write
 //   ScoreStorage: the part of Shared that has A, of rows LDA apart, in which a score is the sum of NUMBERS numbers
 #include "decays.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"
-#include "value_gate/columns.cuh"
 #include "growth.cuh"
+
+// Loads 16 columns from `column` on of tiles with rows of COLS values. load: x[p], laid out as above, from the 16
+// tokens from `row` on. at(tile, row, col): the lane's first address, `row` rows and `col` columns further on.
+template <int COLS, typename X> struct ColumnsReader : TransposedReader<COLS, X> {
+  __device__ __forceinline__ ColumnsReader(int column) : TransposedReader<COLS, X>(column) {}
+
+  __device__ __forceinline__ void load(float2 (&x)[4], const X* tile, int row) const {
+    if constexpr (sizeof(X) == 2) {
+      u32 r[4];
+      ldmatrix_x4_trans(r, this->at(tile, row, 0));
+#pragma unroll
+      for (int p = 0; p < 4; ++p) x[p] = unpack(r[p], X{});
+    } else {
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        const int first = row + 8 * (p >> 1), right = 8 * (p & 1);
+        // right ^ 4: a row further, the place of the same piece of 4 floats differs in bit 0
+        x[p] = {*this->at(tile, first, right), *this->at(tile, first + 1, right ^ 4)};
+      }
+    }
+  }
+};
+
+// Multiplies a lane's outputs d of 8 tokens by x in its first column, by y in its second one.
+__device__ __forceinline__ void scale_columns(float (&d)[4], float x, float y) {
+  d[0] *= x, d[1] *= x, d[2] *= y, d[3] *= y;
+}
 
 // Schedule, Shared (inputs q, k, v of two stages, operands, scores A, decay of channels): gated/forward_storage.cuh.
 template <class Schedule, typename T, typename G, int BK, int BV>
