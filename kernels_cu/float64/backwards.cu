@@ -24,23 +24,13 @@
 #include "cards.cuh"
 #include "state_row.cuh"
 
-// The pointers to arrays with columns (y, b, z, u_columns, dht, dh0, chunk_starts) are to the launch's first one.
-struct Args {
-  StridedRows<const double> x, a, y, b, z, p;
-  StridedRows<double> dx, da;        // da: null: not wanted
-  const double *u_rows, *u_columns;  // u_r and u_c; null: 1, or there is no bonus
-  double* du;                        // null: not wanted
-  const double* dht;                 // [N, H, K, V] or null
-  double* dh0;                       // [N, H, K, V] or null
-  const double* chunk_starts;
+struct Args : StateArgs {  // state_row.cuh: sizes, x to z, the bonus, chunk_starts
+  StridedRows<const double> p;
+  StridedRows<double> dx, da;  // da: null: not wanted
+  double* du;                  // null: not wanted
+  const double* dht;           // or null
+  double* dh0;                 // or null
   double* chunk_states;
-  Shape shape;
-  i64 R, C;                       // rows and columns of the matrix of which X is a row: K and V, or V and K
-  i64 columns;                    // of this launch
-  i64 adds;                       // whether this launch's results are added to those of earlier launches
-  i64 row_stride, column_stride;  // of X in dht and dh0
-  i64 a_step, b_step;             // 0 if all rows, or all columns, have one decay, else 1
-  double scale;
 };
 
 // The blocks that a multiprocessor must have room for, which limits a thread's registers. 0: no number is asked for,
@@ -62,10 +52,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
   const Span chunks = chunks_of(args.shape, row.n % args.shape.count);
   double* states = args.chunk_states + (sequence_head * args.R + r) * chunk_length * args.columns;
   double du = 0.;
-  // The index of X's number in column c in dht and dh0.
-  const auto at_column = [&](int c) {
-    return sequence_head * args.R * args.C + r * args.row_stride + c * args.column_stride;
-  };
+  const auto at_column = [&](int c) { return args.at(sequence_head, r, c); };  // the index of X's number in a state
   Row<COLUMNS> X, D;  // at token t: X_{t-1}, then X_t; and G_t, D_t, then G_{t-1}
   D.each(int(args.columns), [&](double& gradient, int c) { gradient = args.dht ? args.dht[at_column(c)] : 0.; });
   for (i64 chunk = chunks.stop - 1; chunk >= chunks.start; --chunk) {

@@ -17,21 +17,10 @@
 #include "cards.cuh"
 #include "state_row.cuh"
 
-// The pointers to arrays with columns (b, y, z, u_columns, initial, final, chunk_starts) are to the launch's first one.
-struct Args {
-  StridedRows<const double> x, a, y, b, z;
+struct Args : StateArgs {  // state_row.cuh: sizes, x to z, the bonus, chunk_starts
   StridedRows<double> result;
-  const double *u_rows, *u_columns;  // u_r and u_c; null: 1, or there is no bonus
-  const double* initial;             // [N, H, K, V] or null
-  double* final;                     // [N, H, K, V] or null
-  double* chunk_starts;              // X before every chunk's first token; null: not wanted
-  Shape shape;
-  i64 R, C;                       // rows and columns of the matrix of which X is a row: K and V, or V and K
-  i64 columns;                    // of this launch
-  i64 adds;                       // whether this launch's results are added to those of earlier launches
-  i64 row_stride, column_stride;  // of X in `initial` and `final`
-  i64 a_step, b_step;             // 0 if all rows, or all columns, have one decay, else 1
-  double scale;
+  const double* initial;  // or null
+  double* final;          // or null
 };
 
 // The blocks that a multiprocessor must have room for, which limits a thread's registers. 0: no number is asked for,
@@ -50,10 +39,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
   if (row.r >= args.R) return;
   const i64 batch = row.b, h = row.h, r = row.r, sequence_head = row.n * args.shape.H + h;
   i64 chunk = chunks_of(args.shape, row.n % args.shape.count).start;
-  // The index of X's number in column c in `initial` and `final`.
-  const auto at_column = [&](int c) {
-    return sequence_head * args.R * args.C + r * args.row_stride + c * args.column_stride;
-  };
+  const auto at_column = [&](int c) { return args.at(sequence_head, r, c); };  // the index of X's number in a state
   Row<COLUMNS> X;
   X.each(int(args.columns), [&](double& state, int c) { state = args.initial ? args.initial[at_column(c)] : 0.; });
 #pragma unroll 1

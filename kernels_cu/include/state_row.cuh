@@ -11,6 +11,26 @@
 
 constexpr int WARPS = 4;  // of a block; each has a row
 
+// What both kernels take, before the arguments of their own. The pointers to arrays with columns are to the launch's
+// first one: y, b, z, u_columns, chunk_starts, and those of states [N, H, K, V].
+struct StateArgs {
+  Shape shape;
+  i64 R, C;                       // rows and columns of the matrix of which X is a row: K and V, or V and K
+  i64 columns;                    // of this launch
+  i64 adds;                       // whether this launch's results are added to those of earlier launches
+  i64 row_stride, column_stride;  // of X in arrays of states
+  i64 a_step, b_step;             // 0 if all rows, or all columns, have one decay, else 1
+  double scale;
+  StridedRows<const double> x, a, y, b, z;
+  const double *u_rows, *u_columns;  // u_r and u_c; null: 1, or there is no bonus
+  double* chunk_starts;              // X before every chunk's first token; null: not wanted
+
+  // The index of the number in row r and column c of the state of one sequence and head.
+  __device__ i64 at(i64 sequence_head, i64 r, int c) const {
+    return sequence_head * R * C + r * row_stride + c * column_stride;
+  }
+};
+
 struct StateRow {
   i64 n, b, h, r;  // sequence, its row of the batch, head, row of the state, which may be `rows` or more: no row
   Span span;

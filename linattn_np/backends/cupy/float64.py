@@ -53,19 +53,18 @@ class Float64(Kernel):
 
 # R, C: the sizes of X. columns: how many of the C this launch computes. adds: whether it adds to the results of earlier
 # launches. row_stride, column_stride: of X in the arrays of states. a_step, b_step: 0 if all rows, or columns, have one
-# decay, else 1
-STATE = members("int64s R C columns adds row_stride column_stride a_step b_step")
+# decay, else 1. chunk_starts: the state at the start of every chunk of CHUNK tokens
+STATE = members(
+    "shape, int64s R C columns adds row_stride column_stride a_step b_step, float64s scale, strided x a y b z, "
+    "pointers u_rows u_columns chunk_starts"
+)
 
 
 class Forwards(Float64):
-    """`result`, the `final` state, and in `chunk_starts` the state at the start of every chunk of CHUNK tokens."""
+    """`result`, the `final` state, and `chunk_starts`."""
 
     file = "float64/forwards"
-    arguments = (
-        *members("strided x a y b z result, pointers u_rows u_columns initial final chunk_starts, shape"),
-        *STATE,
-        *members("float64s scale"),
-    )
+    arguments = (*STATE, *members("strided result, pointers initial final"))
 
 
 class Backwards(Float64):
@@ -73,11 +72,7 @@ class Backwards(Float64):
     a chunk; p reads the rows of X as z reads its columns: q if X is S, do if X is its transpose."""
 
     file = "float64/backwards"
-    arguments = (
-        *members("strided x a y b z p dx da, pointers u_rows u_columns du dht dh0 chunk_starts chunk_states, shape"),
-        *STATE,
-        *members("float64s scale"),
-    )
+    arguments = (*STATE, *members("strided p dx da, pointers du dht dh0 chunk_states"))
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
