@@ -157,18 +157,7 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
   const int channel = work.k_tile * TILE + 16 * warp + g, column = work.v_tile * BV + 2 * t;
   const bool summarises = !args.chunk_states;
 
-  // S, or backwards dS: accumulators [16 channels, 8 columns] twice, BV / 16 times. A lane has the channels
-  // channel + 8 octet, octet 0 or 1. each_number calls f(number, its offset in a state [K, V]) for this lane's numbers.
-  float S[BV / 16][2][4] = {};
-  const auto each_number = [&](auto f) {
-#pragma unroll
-    for (int n = 0; n < BV / 8; ++n)
-#pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const int number_channel = channel + 8 * (x >> 1), number_column = column + 8 * n + (x & 1);
-        if (number_channel < K && number_column < V) f(S[n / 2][n % 2][x], i64(number_channel) * V + number_column);
-      }
-  };
+  float S[BV / 16][2][4] = {};  // S, or backwards dS, laid out as each_number (backward.cuh) says
   const int segment = backwards ? P - 1 - work.sequence % P : work.sequence % P;  // its number in the walk
   const i64 state_size = i64(K) * V;
   const float* given = backwards ? args.dht : args.initial;
@@ -178,7 +167,7 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
     const float* from =
         given ? given + ((summarises ? work.sequence / P : work.sequence) * shape.H + work.h) * state_size : nullptr;
     float* to = summarises ? args.states + slot * state_size : nullptr;
-    each_number([&](float& x, i64 offset) {
+    each_number(S, channel, column, K, V, [&](float& x, i64 offset) {
       if (from) x = from[offset];
       if (to) to[offset] = x;
     });
@@ -226,13 +215,7 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
       Stored* to = static_cast<Stored*>(args.chunk_states) + state_tile_index(shape, args.heads, backwards, work.b,
                                                                               work.h - args.first, chunk, work.k_tile,
                                                                               work.v_tile * (BV / TILE));
-#pragma unroll
-      for (int n = 0; n < BV / 8; ++n)
-#pragma unroll
-        for (int x = 0; x < 2; ++x)
-          if (n < TILE / 8 || work.v_tile * BV + TILE < V)  // the second tile may be outside of the state
-            put_pair(to + n / 8 * (TILE * TILE) + matrix_index(2 * warp + x, n % 8) + 2 * lane,
-                     float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
+      store_in_tiles(to, S, work.v_tile * BV + TILE < V);
     }
     const Stage<T, G, BV>& in = s.stages[step % STAGES];
     // Of the lane's two tokens of each sub-chunk: the decays to its end, or backwards from its start; and by octet the
@@ -308,7 +291,7 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
     const int sequence = sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : work.sequence;
     to = args.dh0 + (sequence / P * shape.H + work.h) * state_size;
   }
-  if (to) each_number([&](float& x, i64 offset) { to[offset] = x; });
+  if (to) each_number(S, channel, column, K, V, [&](float& x, i64 offset) { to[offset] = x; });
   return true;
 }
 

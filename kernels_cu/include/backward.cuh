@@ -96,6 +96,33 @@ __device__ __forceinline__ i64 state_tile_index(const Shape& shape, i64 heads, b
 }
 __device__ __forceinline__ int matrix_index(int row, int column) { return (row * (TILE / 8) + column) * 64; }
 
+// A warp's 16 channels of S, or dS, in registers: accumulators [16 channels, 8 columns] twice, N times. With g = lane / 4
+// and t = lane % 4, S[n / 2][n % 2][2h + p] is channel g + 8h, column 8n + 2t + p.
+//
+// Calls f(number, its offset in a state [K, V]) for the lane's numbers that are inside. channel, column: of its first.
+template <int N, class F>
+__device__ __forceinline__ void each_number(float (&S)[N][2][4], int channel, int column, int K, int V, F f) {
+#pragma unroll
+  for (int n = 0; n < 2 * N; ++n)
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int row = channel + 8 * (x >> 1), across = column + 8 * n + (x & 1);
+      if (row < K && across < V) f(S[n / 2][n % 2][x], i64(row) * V + across);
+    }
+}
+// Stores S, rounded, in its tile at `to`, and columns from TILE on in the next tile if has_next: if that exists.
+template <typename Stored, int N>
+__device__ __forceinline__ void store_in_tiles(Stored* to, const float (&S)[N][2][4], bool has_next) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll
+  for (int n = 0; n < 2 * N; ++n)
+#pragma unroll
+    for (int x = 0; x < 2; ++x)
+      if (n < TILE / 8 || has_next)
+        put_pair(to + n / 8 * (TILE * TILE) + matrix_index(2 * warp + x, n % 8) + 2 * lane,
+                 float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
+}
+
 // The place of a row in an 8 x 8 matrix in shared memory. Of numbers of four bytes, rows are in an order in which reads
 // have no bank conflicts.
 template <typename E> __device__ __forceinline__ int row_in_matrix(int row) {

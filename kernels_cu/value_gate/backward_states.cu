@@ -59,8 +59,7 @@ template <typename T, int PRODUCTS> struct Shared {
   Stage<typename Math<T, PRODUCTS>::Stored> stages[STAGES];
 };
 
-// A lane's part of a tile of S or dS, as accumulators [16 channels, 8 columns]: S[n / 2][n % 2][2h + p] is channel
-// g + 8h of the warp's 16, column 8n + 2t + p, with g = lane / 4 and t = lane % 4.
+// A lane's part of a tile of S or dS, laid out as each_number (backward.cuh) says.
 using StatePart = float[TILE / 16][2][4];
 
 // Computes S after a chunk from S before it, or backwards dS before the chunk, token by token. grown(x, nats): x
@@ -112,18 +111,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
 
   StatePart S = {};
   const i64 state_offset = ((sequence * shape.H) + args.first + head) * i64(K) * V;
-  // Calls f(number, its index in an array of states) for the lane's part of S.
-  const auto each_number = [&](auto f) {
-#pragma unroll
-    for (int n = 0; n < TILE / 8; ++n)
-#pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const int row = channel + 8 * (x >> 1), across = column + 8 * n + (x & 1);
-        if (row < K && across < V) f(S[n / 2][n % 2][x], state_offset + i64(row) * V + across);
-      }
-  };
   if (const float* given = backwards ? args.dht : args.initial)
-    each_number([&](float& x, i64 index) { x = given[index]; });
+    each_number(S, channel, column, K, V, [&](float& x, i64 index) { x = given[state_offset + index]; });
 
   const int chunks = int((span.stop - span.start + CHUNK - 1) / CHUNK), steps = STEPS * chunks;
   const i64 first_chunk = chunks_of(shape, sequence % shape.count).start;
@@ -163,12 +152,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     if (step % STEPS == 0) {  // a chunk begins: stores S, rounded, for the kernels that compute gradients
       Stored* to = static_cast<Stored*>(args.chunk_states) +
                    state_tile_index(shape, heads, backwards, batch, head, chunk_of(step), k_tile, v_tile);
-#pragma unroll
-      for (int n = 0; n < TILE / 8; ++n)
-#pragma unroll
-        for (int x = 0; x < 2; ++x)
-          put_pair(to + matrix_index(2 * warp + x, n) + 2 * lane,
-                   float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
+      store_in_tiles(to, S, false);
       const i64 chunk = (i64(batch) * heads + head) * shape.NC + chunk_of(step);
       by_token = args.channel_growth[chunk] + args.column_growth[chunk] > BY_CHUNK;
       if (by_token) {
@@ -208,5 +192,6 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     }
   }
   cp_async_wait<0>();
-  if (backwards && args.dh0) each_number([&](float& x, i64 index) { args.dh0[index] = x; });
+  if (backwards && args.dh0)
+    each_number(S, channel, column, K, V, [&](float& x, i64 index) { args.dh0[state_offset + index] = x; });
 }
