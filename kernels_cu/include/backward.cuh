@@ -96,8 +96,8 @@ __device__ __forceinline__ i64 state_tile_index(const Shape& shape, i64 heads, b
 }
 __device__ __forceinline__ int matrix_index(int row, int column) { return (row * (TILE / 8) + column) * 64; }
 
-// A warp's 16 channels of S, or dS, in registers: accumulators [16 channels, 8 columns] twice, N times. With g = lane / 4
-// and t = lane % 4, S[n / 2][n % 2][2h + p] is channel g + 8h, column 8n + 2t + p.
+// A warp's 16 channels of S, or dS, in registers: accumulators [16 channels, 8 columns] twice, N times. With g = lane /
+// 4 and t = lane % 4, S[n / 2][n % 2][2h + p] is channel g + 8h, column 8n + 2t + p.
 //
 // Calls f(number, its offset in a state [K, V]) for the lane's numbers that are inside. channel, column: of its first.
 template <int N, class F>

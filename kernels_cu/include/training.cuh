@@ -41,7 +41,7 @@ template <typename T> __device__ __forceinline__ void store8(T* to, const EightF
 
 // The residual and its gradient, [tokens, D] in float32: a row has the first four of every thread's eight channels,
 // then the other four, so that in both halves a warp's threads load and store 16 bytes side by side. In the order of
-// channels they would load and store half of every 32 bytes, twice.
+// channels they would load and store half of every 32 bytes, twice. Only the first D / 8 threads of a block call them.
 template <typename X> __device__ __forceinline__ X* residual_of(X* x, i64 t, i64 D) {
   return x + t * D + 4 * threadIdx.x;
 }

@@ -23,7 +23,8 @@ template <typename T> struct Keys {
 };
 
 // The lanes of a head of N channels: LANES neighbouring lanes of a warp, of which each has eight neighbouring channels,
-// from channel `j` on; those with j >= N have none. ALIGNED: N is a multiple of 8; else N is even.
+// from channel `j` on; those with j >= N have none, so that N is at most 8 LANES. ALIGNED: N is a multiple of 8; else N
+// is even.
 template <int LANES, bool ALIGNED> struct HeadLanes {
   int j, N;
 
