@@ -45,7 +45,8 @@
 //   fetch_rows         starts copying rows of an array to a tile, zeros where there are none
 //   CHUNK = 64 and SUB_CHUNK = 8 tokens; TILE = 64 channels or columns
 //   state_tile_index(shape, heads, backwards, batch row, head, chunk, tile of K, tile of V): where a tile begins
-//   matrix_index(row, column): where one of the tile's matrices [8 channels, 8 columns] begins
+//   each_number(S, channel, column, K, V, f): calls f(number, its offset in a state [K, V]) for the lane's numbers
+//   store_in_tiles(to, S, has_next): stores the warp's part of S in its tile, and in the next one if that exists
 // From tensor.cuh: shape.count: sequences, or segments, of a batch row; tokens_of, chunks_of: the range of one of them
 //
 // Similar names: STEP, tokens of a step; `step`, its number in the walk; STAGES, steps in shared memory; `sequence`, a
@@ -157,7 +158,8 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
   const int channel = work.k_tile * TILE + 16 * warp + g, column = work.v_tile * BV + 2 * t;
   const bool summarises = !args.chunk_states;
 
-  float S[BV / 16][2][4] = {};  // S, or backwards dS, laid out as each_number (backward.cuh) says
+  // S, or backwards dS: S[n / 2][n % 2][2 octet + p] is channel + 8 octet, column + 8n + p.
+  float S[BV / 16][2][4] = {};
   const int segment = backwards ? P - 1 - work.sequence % P : work.sequence % P;  // its number in the walk
   const i64 state_size = i64(K) * V;
   const float* given = backwards ? args.dht : args.initial;

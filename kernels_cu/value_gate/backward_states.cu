@@ -24,8 +24,9 @@
 // product is D[16, 8] += A[16, 16] B[16, 8]: LeftData and RightData are a lane's part of A and B; load_left, and
 // load_right (two B side by side) read them from tiles, AS_STORED or TRANSPOSED. CHUNK = 64 tokens; TILE = 64 channels
 // or columns. LD<Stored, TILE>: the distance of a tile's rows in shared memory. fetch_rows (backward.cuh) starts copies
-// of rows; WHOLE_PIECES: in pieces of 16 bytes, as all rows are padded. state_tile_index, matrix_index: the places of a
-// tile of 64 x 64 and of one of its 8 x 8 matrices in chunk_states. tokens_at(x, ..., first): rows of an array, read
+// of rows; WHOLE_PIECES: in pieces of 16 bytes, as all rows are padded. state_tile_index: the place of a tile
+// of 64 x 64 in chunk_states, where store_in_tiles stores the warp's part of S; each_number: calls a function with the
+// lane's numbers of S that exist, and their places in a state [K, V]. tokens_at(x, ..., first): rows of an array, read
 // number by number; its at(i, c, width): of token i and channel first + c, or 0 from c = width on. shape.count:
 // sequences of a batch row
 #include "backward.cuh"
@@ -59,7 +60,8 @@ template <typename T, int PRODUCTS> struct Shared {
   Stage<typename Math<T, PRODUCTS>::Stored> stages[STAGES];
 };
 
-// A lane's part of a tile of S or dS, laid out as each_number (backward.cuh) says.
+// A lane's part of a tile of S or dS: S[n / 2][n % 2][2h + p] is channel g + 8h of the warp's 16, column 8n + 2t + p,
+// with g = lane / 4 and t = lane % 4.
 using StatePart = float[TILE / 16][2][4];
 
 // Computes S after a chunk from S before it, or backwards dS before the chunk, token by token. grown(x, nats): x
