@@ -19,11 +19,11 @@
 //           dS <- D dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K]; dht [N P, H, K, V], the gradients of
 //           the states at the ends of segments, of which a sequence has P; dh0 [N, H, K, V]. Float32: u, dht, dh0. From
-//           backward_queries.cu: query_share, which may be dg itself; query_sums [B, H, chunks, K + FLAGS], of each
-//           channel sum_i q_i scale E_i S do_i; if query_share is stored divided by a power of 2, its unit, the sum's 9
-//           lowest bits are the unit's exponent (query_share.cuh); then a byte for each warp, 1 if the chunk is to be
-//           computed token by token; ends [N P, H, K], c of a segment's last chunk; checkpoints, the states S before
-//           every CHECKPOINT_EVERY-th token (states.cuh)
+//           backward_queries.cu: query_share, which is dg itself unless `adds`; query_sums [B, H, chunks, K + FLAGS],
+//           of each channel sum_i q_i scale E_i S do_i; if query_share is stored divided by a power of 2, its unit, the
+//           sum's 9 lowest bits are the unit's exponent (query_share.cuh); then a byte for each warp, 1 if the chunk is
+//           to be computed token by token; ends [N P, H, K], c of a segment's last chunk; checkpoints, the states S
+//           before every CHECKPOINT_EVERY-th token (states.cuh)
 // grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn):
 //           backward_schedules.cuh. Warpgroups: one for every 64 channels (consumers); if BK = 128, one that makes A
 //           and dv; last, one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers
@@ -65,8 +65,10 @@
 //   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of finds a pair in
 //                       an Operand
 //   LaneChunk           numbers [n][2h + p] of a lane: sub-chunk n, its channel h, the pair's token p
-//   LaneGates           a lane's gates, each twice in an operand; SECOND_NEGATED: the second one is negated, and so is
-//                       its count in GateCounts. If both were equal, the assembler would copy one for each product
+//   LaneGates           a lane's gates as operands of products of depth 16, in which a sub-chunk's 8 gates stand twice,
+//                       since log2 e (of float32: the gate) takes two 16-bit numbers. SECOND_NEGATED: the second half
+//                       is negated, and so are its counts, which leaves the sum; equal registers would be copied for
+//                       each product
 //   GateCounts          how often a token's sum of gates has each gate: 0, 1, -1 (before a sub-chunk's middle), 1/2 or
 //                       -1/2 (GLA's middle halves a gate)
 //   decays_from_*, decays_to_end: decays of tokens; decay_within, decay_queries, decay_keys: tokens times decays
@@ -99,8 +101,9 @@
 //   score_offset        the byte offset in A of a lane's first score
 //   ChannelStage, ValueStage: a chunk's arrays of K, of V numbers; WarpFlags: a byte for each warp of consumers
 // From backward_lookups.cuh, growth.cuh and query_share.cuh
-//   computed_entry      offsets and masks of a thread (OFFSETS, FROM_MIDDLE, MASKS); s.lookups has the first LOOKUPS of
-//                       these entries, for which registers are too few; LookedUpCounts: GateCounts made of them
+//   computed_entry      offsets and masks of a thread: OFFSETS, FROM_MIDDLE, MASKS, in this order; s.lookups has the
+//                       first LOOKUPS of these entries, for which registers are too few; LookedUpCounts: GateCounts
+//                       made of FROM_MIDDLE and of the last member, w, of the other two
 //   compute_keys_by_token: a chunk token by token; channel_sum: the sum over the four lanes of equal lane / 4
 //   add_query_share(dg, ...): adds query_share, and a term of each channel, by a product with an identity matrix, of
 //                       which identity_of_lane() is this lane's register
@@ -215,6 +218,7 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
 #pragma unroll
   for (int p = 0; p < 4; ++p)  // not to_scores: operands of T lose no bits in their product
     if (p < 2 || has_16_queries) put((score ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * across[p]);
+  // Orders A, and with BK = 128 what consumers stored before `operands`, before the wgmma of dv that reads them.
   fence_proxy_async();
 }
 
@@ -700,8 +704,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     wait_for_dv(iteration);
     mbarrier_arrive(s.operands);
-    // Reads for the chunk before have ended: 128 channels by wait_for_dv, 64 by the barrier in compute_chunk. Those for
-    // the next chunk follow the barriers of compute_keys_by_token.
+    // kept_ratio has been read for the chunk before: with 128 channels wait_for_dv has waited for all consumers, with
+    // 64 the barrier in compute_chunk. They read it for the next chunk after the barriers of compute_keys_by_token.
     if ((Schedule::in_turn ? lane : threadIdx.x) == 0) kept_ratio = ROUNDING;
     const bool grew = reinterpret_cast<const bool*>(&s.flags[iteration & 1])[warp];  // this warp's flag
     compute_keys_by_token<ReadOrder, T, G, BK, BV>(dS, carried, s.query_sums[iteration & 1],
