@@ -12,8 +12,8 @@
 //           chunk's addition to a state is a product in T. In bfloat16 its queries or keys are two numbers: the gate's
 //           gradient is a difference of what both passes compute from them, and a rounding error of one pass alone
 //           would remain in it. float16 has no numbers below 6e-8. So queries that are added to dS are multiplied by a
-//           power of 2 that depends on the chunk's first gate, which decays all of them (QueryScale). And dS is multiplied by a power of 2 that
-//           depends on its largest value before a product reads it (scale_to_float16).
+//           power of 2 that depends on the chunk's first gate, which decays all of them (QueryScale). And dS is
+//           multiplied by a power of 2 that depends on its largest value before a product reads it (scale_to_float16).
 // limits    BK of 64, 128; BV of 64, 128
 // tests     those of backward_queries.cu
 //
