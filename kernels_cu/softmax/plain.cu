@@ -32,7 +32,8 @@ template <typename T> struct Args {
   StridedRows<T> out, dq, dk, dv;
   const Work* works;
   FloatOrDouble<T>*lse, *dlse, *statistics, *sinks, *dsinks, *merged;
-  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position
+  // group: heads of queries that share keys; left, right: a query sees so many tokens before and after its position;
+  // chunks: of `statistics`, of a batch row
   i64 B, H, group, Tq, K, V, left, right, chunks;
   i64 tiles, parts;  // tiles: of 128 columns of a result; parts: of the keys
   double scale, softcap;

@@ -127,16 +127,12 @@ template <typename T, typename B, int GATES> struct NeighbourDecay {
   }
 };
 
-// Where score_operands.rows has operands at borders, 8 rows of a sub-chunk at a time:
-//   rows     border between sub-chunks   border_q: queries of   border_k: keys of
-//   0-7      0 and 1                     1                      0
-//   8-15     2 and 3                     3                      2
-//   16-23    1 and 2: the halves         2                      0
-//   24-31    1 and 2: the halves         3                      1
-// near_queries_row: the first row of a sub-chunk's queries at the border before it; near_keys_row: of its keys at the
-// border after it. Queries of 3 and keys of 0 are stored twice: there, and, decayed over their neighbour as well, at
-// the halves' border (HALF_ROW = 16). middle_q and middle_k have a row for each token. A sub-chunk's row 0 of middle_q
-// and row 7 of middle_k stay unwritten, because make_scores drops the products with them.
+// Where score_operands.rows has operands at borders, 8 rows of a sub-chunk at a time (ScoreOperands has the map):
+// border_q, from near_queries_row on, its queries at the border before it; border_k, from near_keys_row on, its keys at
+// the border after it. Queries of sub-chunk 3 and keys of 0 are stored twice: there, and, decayed over their neighbour
+// as well, at the border between the halves, from HALF_ROW + 8 and from HALF_ROW on. middle_q and middle_k have a row
+// for each token. A sub-chunk's row 0 of middle_q and row 7 of middle_k stay unwritten, because make_scores drops the
+// products with them.
 
 // Stores operands made of the sub-chunk's keys, from its last token to its first: in score_operands.rows, keys decayed
 // to the end of the sub-chunk, and to the end of the half by `neighbour`; keys before the sub-chunk's middle decayed to
