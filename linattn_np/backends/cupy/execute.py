@@ -45,8 +45,8 @@ def plan_of(planner, name, problem, device, **trees):
         describe_tree(name, tree, device, given) for name, tree in trees.items() if name != "summaries" or tree
     ]
     of_operator = name in ("plan", "plan_vjp") and hasattr(planner, "plan_vjp") and not trees.get("summaries")
-    if of_operator and long_sequence.parts(described_problem, device):
-        plan = getattr(long_sequence, name)(planner, described_problem, device, *described[:2])
+    if of_operator and (ranges := long_sequence.parts(described_problem, device)):
+        plan = getattr(long_sequence, name)(ranges, planner, described_problem, device, *described[:2])
     else:
         plan = getattr(planner, name)(described_problem, device, *described)
     return plan and replace(with_fast_copies(plan), given=tuple(given))

@@ -51,14 +51,15 @@ def part_of(problem, first, stop, out):
     )
 
 
-def plan(planner, problem, device):
-    """The plan of a call: that of one part after the other. `explain` shows the mode of the last one."""
+def plan(ranges, planner, problem, device):
+    """The plan of a call: that of one part after the other, for the `ranges` of `parts`. `explain` shows the mode of
+    the last one."""
     draft, mode, tiles = Draft(), None, {}
     o, axes = draft.output(problem), problem.op.state
     final = None
     if problem.output_final_state:
         final = tuple(draft.empty(problem.shape(part), problem.state_dtype) for part in axes)
-    for first, stop in parts(problem, device):
+    for first, stop in ranges:
         part = planner.plan(part_of(problem, first, stop, o[:, :, tokens(problem, first, stop)]), device)
         _, states = draft.include(part)
         for all_states, of_part in zip(final or (), states or ()):
@@ -67,12 +68,12 @@ def plan(planner, problem, device):
     return draft.plan((draft.give_back(problem, o), final), mode=mode, tiles=tiles)
 
 
-def plan_vjp(planner, problem, device, do, dht):
-    """The plan of a pullback: that of one part after the other."""
+def plan_vjp(ranges, planner, problem, device, do, dht):
+    """The plan of a pullback: that of one part after the other, for the `ranges` of `parts`."""
     draft, tiles = Draft(), {}
     gradients = tuple(map(draft.like, problem.arrays.values()))
     dh0 = problem.initial_state and tuple(draft.empty(x.shape, x.dtype) for x in problem.initial_state)
-    for first, stop in parts(problem, device):
+    for first, stop in ranges:
         at, dht_of_part = tokens(problem, first, stop), dht and tuple(x[first:stop] for x in dht)
         part = planner.plan_vjp(part_of(problem, first, stop, None), device, do[:, :, at], dht_of_part)
         of_part, states = draft.include(part)
