@@ -5,8 +5,8 @@ instance is translated once for each, and assembled for every card. What was com
 `disk.py` says where it is kept.
 
 With --exhaustive the main targets have every instance, and the others those that have between them every pair of
-arguments. Without it a part is compiled, a quarter of those that have every single argument, each instance for one of all
-targets: another part, for other targets, for another seed. `translated.py` has more instances read.
+arguments. Without it a part is compiled, a quarter of those that have every single argument, each instance for one of
+all targets: another part, for other targets, for another seed. `translated.py` has more instances read.
 """
 
 import random
