@@ -94,16 +94,15 @@ def parse(cu_seqlens, total: int) -> Spans:
         raise ValueError(f"must be integers, got {bounds.dtype}")
     if bounds[0] != 0 or bounds[-1] != total:
         raise ValueError(f"must run from 0 to T={total}, got {bounds[0]} to {bounds[-1]}")
-    outside = (bounds < 0) | (bounds > total)  # before any arithmetic, which could wrap
-    if outside.any():
-        index = int(np.argmax(outside))
-        raise ValueError(f"must lie between 0 and T={total}, got {bounds[index]} at index {index}")
-    bounds = bounds.astype(np.int64)
-    shrinks = np.diff(bounds) < 0
+    shrinks = bounds[1:] < bounds[:-1]
     if shrinks.any():
+        outside = (bounds < 0) | (bounds > total)
+        if outside.any():
+            index = int(np.argmax(outside))
+            raise ValueError(f"must lie between 0 and T={total}, got {bounds[index]} at index {index}")
         index = int(np.argmax(shrinks))
         raise ValueError(f"must not decrease, got {bounds[index]} then {bounds[index + 1]} at index {index + 1}")
-    return Spans(bounds)
+    return Spans(bounds.astype(np.int64))
 
 
 def dense(length: int) -> Spans:

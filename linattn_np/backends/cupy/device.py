@@ -102,6 +102,14 @@ class CupyDevice:
             )
         return cupy().asarray(host)
 
+    def pinned(self, count, dtype):
+        """So many numbers on the host, from which `write` copies without waiting."""
+        return np.frombuffer(cupy().cuda.alloc_pinned_memory(count * dtype.itemsize), dtype, count)
+
+    def write(self, host, x):
+        """Copies an array of `pinned` to the contiguous array x. It may change once the device has done so."""
+        x.data.copy_from_host_async(host.ctypes.data, host.nbytes)
+
     def lent(self, x) -> bool:
         """Whether another library owns the memory of `x`. That library then keeps it for its own CUDA graphs."""
         return isinstance(x.data.mem, cupy().cuda.UnownedMemory)

@@ -34,6 +34,7 @@ class CudaLayers(NotCopied):
         self.initial_wkv = [self.asarray(array.astype(FLOAT32)) for array in initial_states(weights)]
         for array in initial_states(weights):
             loaded(array)
+        self.makes_states = not self.initial_wkv  # whether `by_prompts` makes the arrays of a state that lacks them
         self.turn = Turns(self.device)
 
     def __repr__(self):

@@ -40,8 +40,8 @@ class Prompts:
     def __init__(self, decoder, sequences, last: bool, hidden: bool):
         self.decoder, self.device, self.bounds = decoder, decoder.device, sequences.bounds
         self.result_tokens = sequences.last_tokens if last else np.arange(sequences.bounds[-1])
-        parts = shapes_and_dtypes(decoder.sizes, len(sequences.first_tokens), FLOAT32)
-        # {name: shape} of a layer's state before and after the call
+        # {name: (shape, dtype)} of the parts of a new state, {name: shape} of a layer's state before and after the call
+        parts = self.parts = shapes_and_dtypes(decoder.sizes, len(sequences.first_tokens), decoder.state_dtype)
         self.state = {f"{name}_{when}": shape[1:] for when in ("before", "after") for name, (shape, _) in parts.items()}
         self.x = caller_array("x", (int(sequences.bounds[-1]), decoder.sizes["D"]), FLOAT32)  # the residual
         self.carried = decoder.operations.carried(decoder, self.x.shape[0])
@@ -58,34 +58,47 @@ class Prompts:
         states = [buffer((len(decoder.layers), *shape)) for shape in self.state.values()]
         self.memory = OneAllocation(
             self.device,
+            tokens=[buffer(tokens.shape, tokens.dtype)],
             x=[buffer(self.x.shape)],
             before=states[: len(STATE)],
             after=states[len(STATE) :],
             carried=[buffer(*array) for array in self.carried.values()],
             buffers=self.layer_plan.plan.buffers,
         )
+        self.tokens, self.copied = self.device.pinned(*tokens.shape, tokens.dtype), None  # copied: the latest call's
         # of each address of the layers' memory: the launches of all layers, or a function that launches their graph
         self.launches: dict[int, list] = {}
         self.graphs: dict[int, Callable] = {}
 
     def __call__(self, tokens, state: State, slots):
-        """The result for `tokens` [T], integers on the host. The rows `slots` (None: all) of `state` are updated."""
-        decoder, device = self.decoder, self.device
-        slots = None if slots is None else device.upload(slots)
+        """The result for `tokens` [T], integers on the host. The rows `slots` (None: all) of `state` are updated. A
+        state without arrays begins with zeros, and gets its arrays.
+
+        Until the layers are enqueued the device has nothing to do: what can be done later comes later.
+        """
+        device, is_new = self.device, state.wkv is None
         memory = self.memory.allocated()
-        (x,) = self.memory.arrays("x", memory)
-        # The embedding takes longer than other calls before the layers, which the host enqueues meanwhile.
-        self.embedding_plan([device.upload(tokens), x, *vars(decoder.model_weights).values()])
-        before = self.memory.arrays("before", memory)
-        for array, copy in zip(state.arrays, before):
-            if array.dtype == FLOAT32:
-                device.copy(rows_of(array, slots), copy)
-            else:
-                copy[...] = rows_of(array, slots)
-        self.run_layers(memory, x, before)
+        if self.copied:
+            device.finish(self.copied)  # the tokens of the call before
+        self.tokens[...] = tokens
+        device.write(self.tokens, *self.memory.arrays("tokens", memory))
+        self.copied = device.record(self.copied)
+        if is_new:
+            self.memory.clear("before", memory)
+        else:
+            slots = None if slots is None else device.upload(slots)
+            for array, copy in zip(state.arrays, self.memory.arrays("before", memory)):
+                if array.dtype == FLOAT32:
+                    device.copy(rows_of(array, slots), copy)
+                else:
+                    copy[...] = rows_of(array, slots)
+        self.run_layers(memory)
+        (x,), after = (self.memory.arrays(group, memory) for group in ("x", "after"))
         result = device.empty(self.result_shape, FLOAT32)
-        self.head_plan([x, result, *vars(decoder.model_weights).values()])
-        after = self.memory.arrays("after", memory)
+        self.head_plan([x, result, *vars(self.decoder.model_weights).values()])
+        if is_new:
+            for name, part in self.parts.items():
+                setattr(state, name, device.empty(*part))
         for array, new_rows in zip(state.arrays, after):
             if slots is None and array.flags.c_contiguous and array.dtype == FLOAT32:
                 device.copy(new_rows, array)
@@ -93,22 +106,24 @@ class Prompts:
                 array[:, slice(None) if slots is None else slots] = new_rows
         return result
 
-    def run_layers(self, memory, x, before):
-        """Runs all layers on x and the states before them, arrays in `memory`. Stored launches contain its address, but
-        do not keep it allocated."""
+    def run_layers(self, memory):
+        """Runs the embedding and all layers on arrays in `memory`. Stored launches contain its address, but do not keep
+        it allocated."""
         address = self.device.pointer(memory)
         if address in self.launches:
             self.graphs[address] = self.device.captured(self.launches.pop(address))
         if address in self.graphs:
             self.graphs[address](None)  # None in place of arrays, which only copies and fills would read
             return
-        states = [*before, *self.memory.arrays("after", memory)]
-        carried, buffers = (self.memory.arrays(group, memory) for group in ("carried", "buffers"))
-        all_launches = []
+        groups = [self.memory.arrays(group, memory) for group in self.memory.places]
+        (tokens,), (x,), before, after, carried, buffers = groups
+        all_launches = self.embedding_plan.commands([tokens, x, *vars(self.decoder.model_weights).values()])
+        for launch in all_launches:
+            launch(None)
         # A layer's launches are enqueued at once: the device computes the layer while the next one's launches are made.
         for i, layer in enumerate(self.decoder.layers):
             # in the order in which `layer_plan` was given its arrays; its buffers follow
-            arrays = [x, *(array[i] for array in states), *carried, *vars(layer).values(), *buffers]
+            arrays = [x, *(array[i] for array in (*before, *after)), *carried, *vars(layer).values(), *buffers]
             layer_launches = self.layer_plan.commands(arrays)
             for launch in layer_launches:
                 launch(None)

@@ -47,8 +47,8 @@ class Model:
     title : what is trained, in words, as in `protocols.Trainable`
     beside : a digest of the weights that are not trained; empty, as all are trained
 
-    Of its `layers`, such as `NumpyLayers`, it uses logits, hidden, turn, zeros, asarray, Array, dtype, state_dtype and
-    initial_wkv.
+    Of its `layers`, such as `NumpyLayers`, it uses logits, hidden, turn, zeros, asarray, Array, dtype, state_dtype,
+    initial_wkv and makes_states: whether calls with several tokens make a state's arrays themselves.
     """
 
     version: ClassVar[Version]
@@ -251,7 +251,12 @@ class Model:
         sequences = self.sequences(ids, cu_seqlens, slots)
         if state is None and slots is not None:
             self.version.refuse("slots needs a state to be rows of")
-        state = self.initial_state(len(sequences.first_tokens)) if state is None else self.updatable(state, sequences)
+        if state is not None:
+            state = self.updatable(state, sequences)
+        elif self.layers.makes_states and not sequences.one_token_each:
+            state = State.without_arrays(self.version.number)
+        else:
+            state = self.initial_state(len(sequences.first_tokens))
         compute = self.layers.hidden if hidden else self.layers.logits
         logits = compute(ids.ravel(), state, sequences, last)
         return (logits if last else logits.reshape(*ids.shape, -1)), state
@@ -352,15 +357,16 @@ class Model:
     def sequences(self, tokens, cu_seqlens, slots) -> CallSequences:
         """The `CallSequences` of `forward`'s arguments, after checking `cu_seqlens` and that slots are different."""
         B, T = tokens.shape
-        bounds = np.arange(B + 1) * T
-        if cu_seqlens is not None:
+        if cu_seqlens is None:
+            bounds = np.arange(B + 1) * T
+        else:
             if B != 1:
                 self.version.refuse(f"cu_seqlens packs all prompts into one row, so B must be 1, got B={B}")
             try:
                 bounds = varlen.parse(cu_seqlens, T).bounds
             except ValueError as error:
                 self.version.refuse(f"cu_seqlens {error}")
-            if (np.diff(bounds) == 0).any():
+            if (bounds[1:] == bounds[:-1]).any():
                 self.version.refuse(f"cu_seqlens has an empty prompt at index {int(np.argmin(np.diff(bounds)))}")
         if slots is None:
             return CallSequences(bounds, None)

@@ -28,6 +28,7 @@ class NumpyLayers:
 
     # What `Model` reads of its layers, besides methods: where they are; the class of arrays, and how to make them; the
     # dtype of a state; and `turn`, a context for a call.
+    makes_states = False
     device, Array, asarray, zeros = "cpu", np.ndarray, staticmethod(on_host), staticmethod(np.zeros)
     state_dtype, turn = FLOAT32, staticmethod(nullcontext)  # `Model.turn` needs no lock: calls share no buffers
     version: ClassVar[Version]

@@ -54,6 +54,11 @@ class State:
             **{name: array(*shape_and_dtype) for name, shape_and_dtype in shapes_and_dtypes(sizes, rows, wkv).items()}
         )
 
+    @classmethod
+    def without_arrays(cls, version):
+        """A state of a model's version that begins with zeros, and whose arrays its layers will make."""
+        return cls(None, None, None, version=version)
+
     def copy(self) -> State:
         """A state with the same numbers in memory of its own."""
         return State(*(array.copy() for array in self.arrays), version=self.version)
