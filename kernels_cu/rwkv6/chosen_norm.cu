@@ -1,15 +1,15 @@
 // what      Layer norm of chosen rows: the embeddings of tokens, or the inputs of the head for some tokens of a prompt.
 // math      y_i = LN(x[chosen_i])
 // shapes    chosen [B] int64, x [V, D], weight bias [D], y [B, D]
-// grid      a block a row; 512 threads, up to 16 channels each
+// grid      a block a row; 512 threads, up to EACH times 4 channels each
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values; rounded once
 // source    Peng et al., 2024, "Eagle and Finch", section 4
-// limits    D up to 8192; chosen rows are in range
+// limits    D a multiple of 4, up to 8192; chosen rows are in range
 #include "decode.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, EACH = 16;
+constexpr int THREADS = 512, WARPS = THREADS / 32, EACH = 4;
 
 template <typename X, typename Y> struct Args {
   const i64* chosen;
@@ -30,22 +30,27 @@ template <typename X, typename Y> __global__ void __launch_bounds__(THREADS) rwk
   wait_for_previous();  // the previous kernel has ended: what it wrote can be read
   launch_next();        // a step's first launch: all others find what the step before it wrote
   const X* from = args.x + args.chosen[blockIdx.x] * args.D;
-  float x[EACH], sum = 0.f, squares = 0.f;
+  const auto channel = [](int n) { return 4 * (n * THREADS + i64(threadIdx.x)); };  // the thread's n-th four begin here
+  float4 x[EACH];
+  float sum = 0.f, squares = 0.f;
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
-    const i64 j = n * THREADS + threadIdx.x;
-    x[n] = j < args.D ? to_float(from[j]) : 0.f;
-    sum += x[n];
+    x[n] = channel(n) < args.D ? load4(from + channel(n)) : float4{};
+    sum += (x[n].x + x[n].y) + (x[n].z + x[n].w);
   }
   const float mean = block_sum<WARPS>(sum, s.sum) / args.D;
 #pragma unroll
-  for (int n = 0; n < EACH; ++n)
-    if (n * THREADS + threadIdx.x < args.D) squares += (x[n] - mean) * (x[n] - mean);
+  for (int n = 0; n < EACH; ++n) {
+    if (channel(n) >= args.D) continue;
+    x[n] = minus(x[n], {mean, mean, mean, mean});
+    squares += (x[n].x * x[n].x + x[n].y * x[n].y) + (x[n].z * x[n].z + x[n].w * x[n].w);
+  }
   const float scale = 1.f / sqrtf(block_sum<WARPS>(squares, s.squares) / args.D + float(args.eps));
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
-    const i64 j = n * THREADS + threadIdx.x;
-    if (j < args.D)
-      args.y[blockIdx.x * args.D + j] = from_float<Y>((x[n] - mean) * scale * args.weight[j] + args.bias[j]);
+    const i64 j = channel(n);
+    if (j >= args.D) continue;
+    const float4 normed = {x[n].x * scale, x[n].y * scale, x[n].z * scale, x[n].w * scale};
+    store4(args.y + blockIdx.x * args.D + j, fma4(normed, load4(args.weight + j), load4(args.bias + j)));
   }
 }

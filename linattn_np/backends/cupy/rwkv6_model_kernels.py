@@ -240,7 +240,7 @@ class ChosenNorm(ModelKernel):
     file = "rwkv6/chosen_norm"
     arguments = members("pointers chosen x weight bias y, int64s D, float64s eps")
     MOST_CHANNELS: ClassVar[int] = 8192
-    constants = (("THREADS * EACH", "MOST_CHANNELS"),)
+    constants = (("4 * THREADS * EACH", "MOST_CHANNELS"),)
     shared_memory = ("Shared",)
     threads = 512
     X: np.dtype
