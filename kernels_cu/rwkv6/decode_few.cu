@@ -109,40 +109,19 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       if (first + i * splits < rows) weight[i] = up[i64(first + i * splits) * D];
   }
 
-  // Stores the sum of this thread's terms of a mix's product low up, over its every SPLITS-th row, from `low` [A] in
-  // shared memory. `weight` has its first rows of `up`. inside: whether the channel exists.
+  // The sum of this thread's terms of a product low up, of a channel and every `splits`-th row from `split` on, below
+  // `rows`; low is in shared memory. `weight` has the first of these rows of `up`.
   template <int PASS>
-  __device__ __forceinline__ void sum_mix(float (&sums)[SPLITS][CHANNELS], Up (&weight)[PASS], const Up* up,
-                                          bool inside, int split, int channel, const float* low) const {
-    const int A = int(args.A);
+  __device__ __forceinline__ float sum_of_rows(Up (&weight)[PASS], const Up* up, int split, int splits, int rows,
+                                               const float* low) const {
     float sum = 0.f;
-    for (int start = 0; start < A; start += PASS * SPLITS) {
-      if (start > 0) load_rows(weight, up, start + split, SPLITS, inside ? A : 0);
+    for (int start = 0; start < rows; start += PASS * splits) {
+      if (start > 0) load_rows(weight, up, start + split, splits, rows);
 #pragma unroll
-      for (int i = 0; i < PASS; ++i) {
-        const int a = start + split + i * SPLITS;
-        if (inside && a < A) sum = fmaf(low[a], to_float(weight[i]), sum);
-      }
+      for (int i = 0; i < PASS; ++i)
+        if (const int row = start + split + i * splits; row < rows) sum = fmaf(low[row], to_float(weight[i]), sum);
     }
-    sums[split][channel] = sum;
-  }
-
-  // The same for a head's decay, low [W] up.
-  template <int PASS>
-  __device__ __forceinline__ void sum_decay(TimeMixScratch& scratch, Up (&weight)[PASS], const Up* up, int split,
-                                            int splits, int channel, int N) const {
-    const int W = int(args.W);
-    if (split >= splits) return;
-    float sum = 0.f;
-    for (int start = 0; start < W; start += PASS * splits) {
-      if (start > 0) load_rows(weight, up, start + split, splits, W);
-#pragma unroll
-      for (int i = 0; i < PASS; ++i) {
-        const int w = start + split + i * splits;
-        if (w < W) sum = fmaf(scratch.low[w], to_float(weight[i]), sum);
-      }
-    }
-    scratch.group_sums[split * N + channel] = sum;
+    return sum;
   }
 
   // This thread's channel of a head, without its gate.
@@ -167,9 +146,10 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
       const bool inside = j < D, adds_sums = inside && split == 0;  // of the channel
+      const int rows = inside ? A : 0;
       const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
       Up weight[PASS];
-      load_rows(weight, up, split, SPLITS, inside ? A : 0);
+      load_rows(weight, up, split, SPLITS, rows);
       const float maa = adds_sums ? args.maa[(layer * 5 + c) * D + j] : 0.f;
       const float old = adds_sums ? args.att_shift[state_row(args, layer) * D + j] : 0.f;
       Word xx[1];
@@ -179,7 +159,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       for (int n = tid; n < A; n += THREADS) staging[n] = Layers::take_number(args.low + c * A + n);
       settle_words(xx, from_xx, epoch);
       sync();  // `low` is in shared memory, and the previous unit's sums have been read
-      sum_mix(mix, weight, up, inside, split, channel, staging);
+      mix[split][channel] = sum_of_rows(weight, up, split, SPLITS, rows, staging);
       sync();  // the sums are in shared memory
       if (!adds_sums) continue;
       float sum = maa;
@@ -201,7 +181,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       S* state = args.wkv + (state_row(args, layer) * H + h) * N * N;
       const Up* up = args.decay_up + layer * W * D + at + channel;
       Up weight[PASS];
-      load_rows(weight, up, split, splits, split < splits ? W : 0);
+      const int rows = split < splits ? W : 0;
+      load_rows(weight, up, split, splits, rows);
       ChannelOfHead own = {};
       float u = 0.f;
       if (tid < N) {
@@ -226,7 +207,8 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       for (int w = tid + THREADS; w < W; w += THREADS) scratch.low[w] = Layers::take_number(args.decay_low + w);
       sync();  // the inputs are in shared memory
 
-      sum_decay(scratch, weight, up, split, splits, channel, N);
+      if (split < splits)
+        scratch.group_sums[split * N + channel] = sum_of_rows(weight, up, split, splits, rows, scratch.low);
       // Adds the sums of the decay, steps the state, and calls the function with each y (rwkv6/time_mix.cuh).
       time_mix_head(scratch, part, state, N, tid, own, float(args.group_eps),
                     [&](int n, float y) { put_word(args.y + at + n, y, epoch); });
