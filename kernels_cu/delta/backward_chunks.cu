@@ -46,7 +46,8 @@
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   padded(V): V rounded up to 64
 //   Matrix: [32, 32] numbers, each the sum of two; multiply_tokens: adds the product of a Matrix with a tile.
-//     TokenFactors: decays, betas, inverse lengths of the chunk's tokens (the latter by set_inverse_lengths)
+//     put_split: stores such a sum. TokenFactors: decays, betas, inverse lengths of the chunk's tokens (the latter by
+//       set_inverse_lengths)
 //   TokenNumbers: the decay and beta of a lane's token
 //   state_index: where chunk_states has a chunk's state
 //   blocks_with_room(n): the second launch bound: n blocks a multiprocessor, or fewer if its shared memory holds fewer
@@ -200,14 +201,6 @@ __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, cons
   }
 }
 
-// Stores x at M[i, j]: for 16-bit data as the sum of two numbers, the rounded one and its rounding error M.REST numbers
-// later.
-template <typename T> __device__ __forceinline__ void put_split(Matrix<T>& M, int i, int j, float x) {
-  const T rounded = from_float<T>(x);
-  *M.at(i, j) = rounded;
-  if constexpr (Matrix<T>::NUMBERS == 2) M.at(i, j)[M.REST] = from_float<T>(x - to_float(rounded));
-}
-
 // A task of a warp beside the products of rows with states. Tasks 0 to 5: dA and dM of the 16 tokens i from `row` on
 // and the 8 keys j from `key` on; there is none for blocks without a pair j <= i. Tasks 6 and 7: <S, dS> over the 32 of
 // 64 columns from `column` on.
@@ -284,11 +277,11 @@ __device__ __forceinline__ void store_pairs(Shared<T, BK>& s, const Args<T, G>& 
     const float do_e = products[0][x], w_e = products[1][x];
     const float dA = j <= i ? scale * factors.beta[j] * do_e : 0.f;
     const float dM = j < i ? -factors.beta[i] * factors.beta[j] * w_e : 0.f;
-    put_split(s.dq_from_k, i, j, dA * D_k);
-    put_split(s.dk_from_q, j, i, dA * D * q_inverse);
+    put_split(s.dq_from_k.at(i, j), dA * D_k);
+    put_split(s.dk_from_q.at(j, i), dA * D * q_inverse);
     if (j <= i) {
-      put_split(s.dk_from_k, i, j, dM * D_k);
-      put_split(s.dk_from_k, j, i, dM * D * k_inverse);
+      put_split(s.dk_from_k.at(i, j), dM * D_k);
+      put_split(s.dk_from_k.at(j, i), dM * D * k_inverse);
     }
     const float A = q_inverse * D_k * (q_k[0][x] + q_k[1][x]), M = k_inverse * D_k * (k_k[0][x] + k_k[1][x]);
     s.pairs[i][j] = fmaf(A, dA, M * dM);

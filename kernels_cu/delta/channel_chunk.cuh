@@ -42,6 +42,7 @@ static_assert(BLOCKS == 1 << LEVELS, "the last level's border is in the middle o
 // thread's number among the block's LANES threads, which are lanes of one warp, or, if BK is 256, of two.
 template <int BK> struct BlockTask {
   static constexpr int LANES = BK / 4;
+  static_assert(LANES == 16 || LANES == 32 || LANES == 64, "BK of 64, 128, 256");
   int lane = threadIdx.x & LANES - 1, block = threadIdx.x / u32(LANES), first = BLOCK * block, c = 4 * lane;
 
   // The address of token n of the block, channel c, in a tile of all tokens. Spot (gated/forward_tiles.cuh) takes the
@@ -78,11 +79,6 @@ __device__ __forceinline__ void put_four(single* to, float4 x) { *reinterpret_ca
 template <typename T> __device__ __forceinline__ void put_four(T* to, float4 x) {
   *reinterpret_cast<uint2*>(to) = {pack<T>(x.x, x.y), pack<T>(x.z, x.w)};
 }
-// Stores x as a Matrix has it: of 16-bit T the sum of two numbers.
-template <typename T> __device__ __forceinline__ void put_split(T* to, float x) {
-  *to = from_float<T>(x);
-  if constexpr (sizeof(T) == 2) to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
-}
 
 // Starts to copy a chunk's rows, `stride` numbers apart, to a tile. They start on 16 bytes and are multiples of 16
 // bytes long. Zeros from row `rows` and column `width` on.
@@ -95,6 +91,22 @@ __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, 
 #pragma unroll
   for (int down = 0; down < BT; down += AT_ONCE, from += AT_ONCE * stride)
     cp_async<16>(place<BK>(tile, first + down, c), from, down < rows);
+}
+
+// Starts copying a chunk's tokens: each(copy) calls copy(tile, array, head) for every array. chunk: a ChunkOfBlock
+// (prepared.cuh). Tiles get zeros from the chunk's last token and from the array's channel K on.
+template <int BK, int THREADS, class Args, class Chunk, class Each>
+__device__ __forceinline__ void fetch_tokens(const Args& args, const Chunk& chunk, Each each) {
+  const int K = int(args.shape.K);
+  if (int(args.bytes) == 16)
+    each([&](auto* tile, const auto& from, u32 head) {
+      copy_pieces<BK, THREADS>(tile, chunk.row(from, head), from.token_stride, chunk.rows, K);
+    });
+  else
+    each([&](auto* tile, const auto& from, u32 head) {
+      copy_numbers<BK, THREADS>(tile, chunk.row(from, head), from.token_stride, chunk.rows, K);
+    });
+  cp_async_commit();
 }
 
 // ---- lengths --------------------------------------------------------------------------------------------------------
@@ -161,6 +173,7 @@ template <int COLS, typename T> __device__ __forceinline__ float squares_of_rows
 template <int BK, int TILES, typename T>
 __device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* const (&tiles)[TILES],
                                             bool normalized) {
+  static_assert(TILES <= 4, "a lane for each row of each tile");
   const BlockTask<BK> task;
   // Lane 4 g + t sets the length of row g of tile own_tile = t XOR g / 2. The lane that has its sum, 4 g + g / 2, is
   // own_tile away by XOR, so that the shuffle of that tile brings it.
@@ -183,6 +196,7 @@ __device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* 
 // holds `sum` of number l % 16. Two numbers that have taken the same steps take the next one together: of two lanes
 // each keeps one number, and adds the other lane's share of it.
 template <int LANES> struct SumsOfPairs {
+  static_assert(PAIRS == 1 << 4, "four steps");
   float waiting[4], sum;  // waiting[s]: a number that has taken s steps, and waits for another one
   int count = 0;
 
@@ -460,6 +474,7 @@ __device__ __forceinline__ void load_left(Word<T> (&a)[NUMBERS][4], const float 
 template <int THREADS, typename T, class X, class F, class... Y>
 __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... transposed) {
   constexpr int WARPS = THREADS / 32, TOGETHER = WARPS < 8 ? 8 / WARPS : 1;  // tasks of the same columns
+  static_assert(WARPS == 4 || WARPS >= 8, "warps of the same columns have the tasks of both rows");
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
   for (int task = threadIdx.x >> 5; task < 8; task += WARPS * TOGETHER) {

@@ -33,8 +33,8 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   each_pair: calls f for a lane's pairs of channels in them
-//   copy_pieces, copy_numbers: copy rows to tiles, 16 bytes or one number at a time; unpack_four, put_four: four
-//     channels; decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
+//   fetch_tokens: starts copying a chunk's rows to tiles, with zeros behind; unpack_four, put_four: four channels;
+//     decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
 //   UPPER, LOWER: the half of a matrix that is not 0
 //   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over channels; PairOfBlock: the numbers of a block's
 //     pairs; RowNumbers: of a lane's rows in Accumulators; each_border, store_level: decayed rows and columns for
@@ -133,22 +133,12 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   auto& s = *reinterpret_cast<Shared<T, G, BK>*>(dynamic_smem());
   const ChunkOfBlock chunk(args.shape);
   const u32 head = chunk.h / u32(args.group);
-  const int channels = int(args.shape.K), bytes = int(args.bytes);
   using PreparedChunk = typename PreparedFor<T, BK, WRITES_ONCE, GRADIENT>::Type;
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
   const Lengths &k_lengths = s.lengths[OF_K], &q_lengths = s.lengths[OF_Q];
 
-  // Both copies store zeros from token `rows` and channel K on.
-  const auto inputs = [&](auto copy) { copy(s.k, args.k, head), copy(s.q, args.q, head), copy(s.g, args.g, chunk.h); };
-  if (bytes == 16)
-    inputs([&](auto* tile, const auto& from, u32 of_head) {
-      copy_pieces<BK, THREADS>(tile, chunk.row(from, of_head), from.token_stride, chunk.rows, channels);
-    });
-  else
-    inputs([&](auto* tile, const auto& from, u32 of_head) {
-      copy_numbers<BK, THREADS>(tile, chunk.row(from, of_head), from.token_stride, chunk.rows, channels);
-    });
-  cp_async_commit();
+  fetch_tokens<BK, THREADS>(
+      args, chunk, [&](auto copy) { copy(s.k, args.k, head), copy(s.q, args.q, head), copy(s.g, args.g, chunk.h); });
   if (threadIdx.x < BT) {
     const int i = threadIdx.x;
     s.beta[i] = i < chunk.rows ? to_float(chunk.row(args.beta, chunk.h)[i * args.beta.token_stride]) : 0.f;

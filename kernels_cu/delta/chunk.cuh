@@ -27,6 +27,11 @@
 // 2t and 2t + 1; at 2 and 3 row g + 8, the same columns.
 using Accumulators = float[BT / 16][2][4];
 
+// Stores x as a Matrix has it: of 16-bit T the sum of two numbers.
+template <typename T> __device__ __forceinline__ void put_split(T* to, float x) {
+  *to = from_float<T>(x);
+  if constexpr (sizeof(T) == 2) to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
+}
 // Stores x and y, side by side, each as the sum of two numbers of T: rounded, and its rounding error REST numbers
 // later. A `single` is the number itself.
 template <typename T, int REST = Matrix<T>::REST>

@@ -41,8 +41,8 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   each_pair: calls f for a lane's pairs of channels in them
-//   copy_pieces, copy_numbers: copy rows to tiles, 16 bytes or one number at a time; unpack_four, put_four: four
-//     channels; decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
+//   fetch_tokens: starts copying a chunk's rows to tiles, with zeros behind; unpack_four, put_four: four channels;
+//     decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
 //   UPPER, LOWER: the half of a matrix that is not 0
 //   ChunkOfBlock: the chunk that the block prepares; blocks_with_room: so many blocks, or fewer if memory holds fewer
 //   set_lengths: finds Lengths; clear_rows, clear_padding: zeros in rows of a Matrix, and in the gaps between rows
@@ -162,24 +162,15 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   constexpr int THREADS = 2 * BK;
   auto& s = *reinterpret_cast<Shared<T, G, BK>*>(dynamic_smem());
   const ChunkOfBlock chunk(args.shape);
-  const int channels = int(args.shape.K), bytes = int(args.bytes);
   using PreparedChunk = typename PreparedFor<T, BK, WRITES_TWICE, GRADIENT>::Type;
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
   const Lengths &q_lengths = s.lengths[OF_Q], &a_lengths = s.lengths[OF_A], *column_lengths = s.lengths + WITH_K;
 
-  // Both copies store zeros from token `rows` and channel K on.
-  const auto inputs = [&](auto copy) {
-    copy(s.q, args.q), copy(s.a, args.a), copy(s.columns[0], args.k), copy(s.columns[1], args.b), copy(s.g, args.g);
-  };
-  if (bytes == 16)
-    inputs([&](auto* tile, const auto& from) {
-      copy_pieces<BK, THREADS>(tile, chunk.row(from, chunk.h), from.token_stride, chunk.rows, channels);
-    });
-  else
-    inputs([&](auto* tile, const auto& from) {
-      copy_numbers<BK, THREADS>(tile, chunk.row(from, chunk.h), from.token_stride, chunk.rows, channels);
-    });
-  cp_async_commit();
+  const u32 h = chunk.h;
+  fetch_tokens<BK, THREADS>(args, chunk, [&](auto copy) {
+    copy(s.q, args.q, h), copy(s.a, args.a, h), copy(s.columns[0], args.k, h), copy(s.columns[1], args.b, h);
+    copy(s.g, args.g, h);
+  });
   cp_async_wait<0>();
   __syncthreads();  // 1: inputs have arrived
 

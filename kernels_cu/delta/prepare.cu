@@ -40,9 +40,9 @@
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 //   TokenNumbers: the decay and beta of the lane's token; each_pair: calls f for a lane's pairs of channels in
 //     Accumulators
-//   ChunkOfBlock: the chunk that blockIdx.x selects; copy_pieces, copy_numbers: copy its rows, 16 bytes or one number
-//     at a time; store_channels, store_pieces: copy a warp's channels of a tile (after a __syncwarp), a whole array, to
-//     global memory; clear_padding: zeros in the gaps between a Matrix's rows there
+//   ChunkOfBlock: the chunk that blockIdx.x selects; fetch_tokens: starts copying its rows, with zeros behind;
+//     store_channels, store_pieces: copy a warp's channels of a tile (after a __syncwarp), a whole array, to global
+//     memory; clear_padding: zeros in the gaps between a Matrix's rows there
 //   WRITES_ONCE: tokens write along k alone (RWKV-7's also along another vector), so that there is one B and one Z,
 //     B[0] and Z[0]; INVERTS: `solve` is given the identity
 
@@ -112,22 +112,11 @@ __global__ void __launch_bounds__(2 * BK,
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
   const ChunkOfBlock chunk(args.shape);
   const u32 head = chunk.h / u32(args.group);
-  const int channels = int(args.shape.K), bytes = int(args.bytes);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   using PreparedChunk = typename PreparedFor<T, BK, WRITES_ONCE, GRADIENT>::Type;
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
 
-  // Both copies store zeros from token `rows` and channel K on.
-  const auto inputs = [&](auto copy) { copy(s.k, args.k), copy(s.q, args.q); };
-  if (bytes == 16)
-    inputs([&](T* tile, const auto& from) {
-      copy_pieces<BK, THREADS>(tile, chunk.row(from, head), from.token_stride, chunk.rows, channels);
-    });
-  else
-    inputs([&](T* tile, const auto& from) {
-      copy_numbers<BK, THREADS>(tile, chunk.row(from, head), from.token_stride, chunk.rows, channels);
-    });
-  cp_async_commit();
+  fetch_tokens<BK, THREADS>(args, chunk, [&](auto copy) { copy(s.k, args.k, head), copy(s.q, args.q, head); });
   // Lane i has the decay and beta of token i; past the end they are 1 and 0. set_decays stores D_ij, P_i and L_i.
   const TokenNumbers numbers(args.g, args.beta, chunk.b, chunk.h, chunk.span.start, chunk.rows);
   set_decays<WARPS>(s, numbers.decay);

@@ -130,7 +130,6 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
   // are there, which come last.
   __device__ __forceinline__ void compute(i64 layer, int) {
     constexpr int NEIGHBOURS = Layers::NEIGHBOURS;
-    constexpr float DECAY_SCALE = 0.6065306597126334f;  // exp(-1/2)
     HeadScratch& scratch = *reinterpret_cast<HeadScratch*>(staging);
     float* const low = reinterpret_cast<float*>(&scratch + 1);
     const int N = int(args.N), H = int(args.H), R = padded_rank();

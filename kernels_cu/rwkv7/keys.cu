@@ -15,14 +15,13 @@
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N a multiple of WIDTH, up to 64 GROUPS; for WIDTH 8 arrays start on 16 bytes
 #include "rwkv6/lanes_of_heads.cuh"
+#include "rwkv7/time_mix_sums.cuh"
 
-// From lanes_of_heads.cuh and its includes:
+// From the includes:
 //   LaneOfHead: token_head, this lane's head of a token, and its first channel. load_group, store_group: WIDTH
 //     neighbours; CHANNELS_APART = 64: the distance of a lane's groups; THREADS = 128
+//   LEAST_NORM = 1e-12: the least |k removal|; DECAY_SCALE = exp(-1/2)
 //   sigmoid_for<X>: the sigmoid, as accurate as results of type X need; sum_over_lanes: over a head's lanes
-
-constexpr float DECAY = 0.6065306597126334f;  // exp(-1/2): a token's log decay is -DECAY to 0
-constexpr float LEAST_NORM = 1e-12f;          // |k removal| counts as at least this
 
 template <typename X> struct Args {
   X* k;
@@ -84,7 +83,7 @@ template <typename X, int WIDTH, int GROUPS> __global__ void __launch_bounds__(T
       const Parameters parameters = n == 0 ? of_first_group : load_parameters(n);
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i) {
-        w[i] = -DECAY * sigmoid_for<X>(parameters.w[i] + w[i]);
+        w[i] = -DECAY_SCALE * sigmoid_for<X>(parameters.w[i] + w[i]);
         rate[n][i] = sigmoid_for<X>(parameters.a[i] + rate[n][i]);
         removed[n][i] = k[i] * parameters.removal[i];
         squares += removed[n][i] * removed[n][i];
