@@ -87,10 +87,10 @@ enum Directions { BOTH, ONLY_FORWARDS, ONLY_BACKWARDS };
 template <typename T, int BK, int BV, bool TWO_WRITES, bool BACK, Directions OF, bool OUTPUTS>
 struct alignas(16) Stage {
   using Chunk = PreparedForGradients<T, BK, TWO_WRITES>;
-  static constexpr int FROM = BACK || !OUTPUTS ? __builtin_offsetof(Chunk, E) : 0;
-  static constexpr int STOP = BACK                             ? OUTPUTS ? sizeof(Chunk) : __builtin_offsetof(Chunk, B)
-                              : OUTPUTS && OF == ONLY_FORWARDS ? __builtin_offsetof(Chunk, B) + sizeof(Matrix<T>)
-                                                               : __builtin_offsetof(Chunk, W);
+  static constexpr int FROM = BACK || !OUTPUTS ? int(OFFSET_OF(Chunk, E)) : 0;
+  static constexpr int STOP = BACK                             ? OUTPUTS ? sizeof(Chunk) : int(OFFSET_OF(Chunk, B))
+                              : OUTPUTS && OF == ONLY_FORWARDS ? int(OFFSET_OF(Chunk, B)) + sizeof(Matrix<T>)
+                                                               : int(OFFSET_OF(Chunk, W));
   static_assert(FROM % 16 == 0 && STOP % 16 == 0, "bytes are copied by 16");
   uint4 bytes[(STOP - FROM) / 16];
   T values[BT * BV];

@@ -56,7 +56,7 @@ template <typename T> struct Args {
 // The bytes of a prepared chunk that the walk reads, and its v.
 template <typename T, int BK, int BV, bool TWO_WRITES, bool OUTPUTS> struct alignas(16) Stage {
   using Chunk = Prepared<T, BK, TWO_WRITES>;
-  static constexpr int SIZE = OUTPUTS ? sizeof(Chunk) : __builtin_offsetof(Chunk, W);  // all before W
+  static constexpr int SIZE = OUTPUTS ? sizeof(Chunk) : int(OFFSET_OF(Chunk, W));  // all before W
   uint4 bytes[SIZE / 16];
   T v[BT * BV];
 

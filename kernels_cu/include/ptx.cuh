@@ -20,6 +20,9 @@ struct f16 {
 typedef signed char i8;
 struct tf32 {};  // names the format: the upper 19 bits of a float, which products read
 
+// offsetof, a constant: NVRTC has no __builtin_offsetof before CUDA 13.5.
+#define OFFSET_OF(type, member) ((unsigned long long)__INTADDR__(&(((type*)0)->member)))
+
 // ---- conversions ------------------------------------------------------------------------------------------
 
 // The value itself, for templates over the storage type.

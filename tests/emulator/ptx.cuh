@@ -13,6 +13,7 @@ struct f16 {
 };
 typedef signed char i8;
 struct tf32 {};
+#define OFFSET_OF(type, member) __builtin_offsetof(type, member)
 
 // ---- conversions ------------------------------------------------------------------------------------------
 

@@ -21,8 +21,7 @@ _BOUND = re.compile(
     r"((?:[^,()<>]|\([^()]*\)|<(?:[^<>]|<[^<>]*>)*>)+)"
 )
 
-# If an assertion fails, the compiler's message names both numbers, as template arguments of `Bytes`. OFFSET_OF: NVRTC
-# lacks __builtin_offsetof before CUDA 13.5, and has __INTADDR__, to which its own headers would expand offsetof.
+# If an assertion fails, the compiler's message names both numbers, as template arguments of `Bytes`.
 CHECKS = """
 #line 1 "the host's declaration of sizes"
 template <long long HOST, long long KERNEL> struct Bytes {
@@ -33,11 +32,6 @@ template <class Kernel> struct ArgumentOf;
 template <class Args> struct ArgumentOf<void(Args)> {
   using type = Args;
 };
-#ifdef __CUDACC_RTC__  // NVRTC has no offsetof before CUDA 13.5, but what its own headers would make of it
-#define OFFSET_OF(type, member) ((unsigned long long)__INTADDR__(&(((type*)0)->member)))
-#else
-#define OFFSET_OF(type, member) __builtin_offsetof(type, member)
-#endif
 """
 
 
