@@ -92,9 +92,8 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
   float query_sums[2][BK];  // [iteration % 2]: the chunk's sums, from backward_queries.cu
   WarpFlags<BK> flags[2];   // [iteration % 2]: the chunk's bytes, from there, too
   alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
-  float kept_ratio[Schedule::in_turn ? BK / 16 : 1];  // an argument of `is_forgotten`; with InTurn, of each warp
-  WorkTile segment;                                   // OneEach: the block's; here, since registers are scarce
-  ChunkPlaces<Schedule, BACKWARDS, VALUE_STAGES>
-      places[4];  // InTurn: of each warp that copies chunks, the last one first
+  float kept_ratio[Schedule::in_turn ? BK / 16 : 1];         // an argument of `is_forgotten`; with InTurn, of each warp
+  WorkTile segment;                                          // OneEach: the block's; here, since registers are scarce
+  ChunkPlaces<Schedule, BACKWARDS, VALUE_STAGES> places[4];  // InTurn: of each warp that copies chunks
   MBarrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], dA_stored[VALUE_STAGES], operands, within, scores;
 };

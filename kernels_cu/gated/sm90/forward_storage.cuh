@@ -115,6 +115,7 @@ static_assert((MORE_FILLS & MORE_FILLS - 1) == 0 && MORE_FILLS >= CHUNK, "a bit 
 // bytes, 32 columns, for the second stage of a shared tile, else 0.
 template <bool HAS_OUTPUTS, typename T, int BK, int K_RANKS, int STAGES, bool SHARED> struct alignas(1024) Operands {
   using Scores = T[K_RANKS][CHUNK][PANEL];
+  static_assert(!SHARED || STAGES == 2, "each stage has half of a tile");
   Tile<Wide<T>, CHUNK, BK> q[STAGES][K_RANKS];  // decayed from the chunk's start; tf32: channels in in_tile's order
   Tile<T, CHUNK, BK> k[STAGES][K_RANKS];        // decayed to the chunk's end
   Scores A[SHARED ? 1 : STAGES];
@@ -213,7 +214,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   // them only.
   static constexpr int PRODUCER_GROUPS = GROUPS * Schedule::CHUNK_RANKS;
   static constexpr int STAGES = PRODUCER_GROUPS > 2 ? PRODUCER_GROUPS : 2;
-  static_assert(STAGES % PRODUCER_GROUPS == 0);
+  static_assert(STAGES % PRODUCER_GROUPS == 0 && Schedule::CLUSTER_SIZE == K_RANKS * Schedule::CHUNK_RANKS);
+  static_assert(K_RANKS == 1 || STAGES == 2, "Votes are of two stages");
   static_assert(VALUES_BARRIER + BV / PANEL <= PRODUCER_BARRIER && PRODUCER_BARRIER + GROUPS <= 16, "named barriers");
 
   // Whether two stages share a tile of scores: see Operands.
