@@ -239,8 +239,7 @@ __device__ __forceinline__ void multiply_channels(float (&y)[LANE_CHANNELS], con
 
 // Sums each of a lane's 4 values over LANES neighbouring lanes. Lane l returns the sum of value l % 4, x[l % 4].
 template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[SPAN]) {
-  exchange_and_add_halves<2>(x, 2, threadIdx.x & 2);
-  exchange_and_add_halves<1>(x, 1, threadIdx.x & 1);
+  sum_and_share<SPAN, 2, 1>(x);
   float sum = x[0];
 #pragma unroll
   for (int distance = 4; distance < LANES; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);

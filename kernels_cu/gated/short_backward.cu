@@ -146,13 +146,10 @@ __device__ __forceinline__ void limit_growth(Shared& s, const Sequence& sequence
 }
 
 // Adds x[s], summed over the warp's lanes, to score [t, s] of the warp's `sums`; if `first`, stores it there.
-// exchange_and_add_halves (lanes.cuh): pairs of lanes add their numbers, and each lane keeps one half of the sums.
+// sum_and_share (lanes.cuh) leaves each two lanes one of the 16 sums over the lanes of the same parity.
 __device__ __forceinline__ void add_scores(float (&x)[TOKENS], float* sums, int t, bool first) {
   const int lane = threadIdx.x & 31;
-  exchange_and_add_halves<8>(x, 16, lane & 16);
-  exchange_and_add_halves<4>(x, 8, lane & 8);
-  exchange_and_add_halves<2>(x, 4, lane & 4);
-  exchange_and_add_halves<1>(x, 2, lane & 2);
+  sum_and_share<TOKENS, 16, 2>(x);
   const float sum = sum_over_lanes<2>(x[0]);
   float& score = sums[t * TOKENS + lane / 2];
   if (lane % 2 == 0) score = first ? sum : score + sum;

@@ -73,16 +73,6 @@ template <typename T, typename G, int D, bool GATED> struct Shared {
   } warps[WARPS];
 };
 
-// Sums x over the lanes of a head, for each of D columns. Each step halves the columns of a lane: afterwards
-// x[0 ... D / LANES - 1] are the sums of columns D / LANES * lane and on. DISTANCE: how far apart the two lanes are
-// that exchange columns in this step (exchange_and_add_halves, lanes.cuh), half of LANES in the first one.
-template <int DISTANCE, int D> __device__ __forceinline__ void sum_rows(float (&x)[D], int lane) {
-  if constexpr (DISTANCE > 0) {
-    exchange_and_add_halves<DISTANCE*(D / LANES<D>)>(x, DISTANCE, lane & DISTANCE);
-    sum_rows<DISTANCE / 2>(x, lane);
-  }
-}
-
 // A lane's gradients of a token, in its rows of the state; dv and dgv without the rows of other lanes.
 template <int ROWS, int D> struct TokenGradients {
   float dq[ROWS] = {}, dk[ROWS] = {}, dg[ROWS] = {}, dv[D], dgv[D] = {};
@@ -277,7 +267,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
         in.g.put(gradients.dg, i, coord.head, channel);
         // Stores this lane's columns of x, summed over the lanes of the head.
         const auto put_columns = [&](auto& to, float (&x)[D]) {
-          sum_rows<LANES<D> / 2>(x, coord.lane);
+          sum_and_share<D, LANES<D> / 2, 1>(x);  // lanes.cuh: a lane keeps LANE_COLUMNS of the sums, in x[0] on
           float own[LANE_COLUMNS];
 #pragma unroll
           for (int n = 0; n < LANE_COLUMNS; ++n) own[n] = x[n];

@@ -43,7 +43,7 @@ __device__ __forceinline__ float channel_sum(float x) { return sum_over_lanes<4>
 // sums, from number g COUNT / 8 on, as its x[0], x[1] ... In each step two lanes that are LANES apart keep one half
 // each. Recursive, since the compiler unrolls such a loop too late.
 template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void share_sums(float (&x)[N]) {
-  exchange_and_add_halves<COUNT / 2>(x, LANES, opaque(threadIdx.x) & LANES);  // opaque: no register holds it
+  exchange_and_add_halves<COUNT / 2>(x, LANES, opaque(threadIdx.x) & LANES);  // sum_and_share, but no register holds it
   if constexpr (LANES > 4) share_sums<COUNT / 2, LANES / 2>(x);
 }
 

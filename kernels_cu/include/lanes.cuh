@@ -50,3 +50,11 @@ __device__ __forceinline__ void exchange_and_add_halves(float (&x)[N], int dista
     x[n] = (upper ? x[n + COUNT] : x[n]) + other;
   }
 }
+
+// Sums each of COUNT values x over the lanes whose numbers differ in the bits FIRST, FIRST / 2, ... LAST alone. A lane
+// keeps as many of the sums as all of these lanes have one share of, in x[0] on: of the values in their order the first
+// share is that of the lane that has none of these bits.
+template <int COUNT, int FIRST, int LAST, int N> __device__ __forceinline__ void sum_and_share(float (&x)[N]) {
+  exchange_and_add_halves<COUNT / 2>(x, FIRST, threadIdx.x & FIRST);
+  if constexpr (FIRST > LAST) sum_and_share<COUNT / 2, FIRST / 2, LAST>(x);
+}

@@ -63,16 +63,6 @@ template <int BK> struct alignas(16) Shared {
   float gap_decay[WARPS<BK>][BK];
 };
 
-// Sums each of a lane's first 2 DISTANCE values over 2 DISTANCE neighbouring lanes. Lane l returns the sum of value
-// l % (2 DISTANCE). exchange_and_add_halves (lanes.cuh): two lanes that are DISTANCE apart add their 2 DISTANCE values
-// and keep DISTANCE sums each, in x[0] on: the lane with bit DISTANCE those of the last values, the other one those of
-// the first.
-template <int DISTANCE> __device__ __forceinline__ float sum_each(float (&x)[WARP_ROWS]) {
-  exchange_and_add_halves<DISTANCE>(x, DISTANCE, threadIdx.x & DISTANCE);
-  if constexpr (DISTANCE > 1) return sum_each<DISTANCE / 2>(x);
-  else return x[0];
-}
-
 // A warp's 16 tokens in memory. q, k, g: channel 0 of the first token (of the chunk's first, if rows is 0). rows,
 // channels: how many of the tokens, and of a token's channels, exist.
 template <typename T, typename G> struct WarpTokens {
@@ -175,9 +165,9 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
   }
   if (__any_sync(0xffffffffu, grows)) score_pairs_one_by_one<ReadOrder>(within, from, args);
   // Lane l gets the score of token l % 16 with itself: the sum over the 16 lanes of its half of the warp, then over
-  // both.
-  float sum = sum_each<WARP_ROWS / 2>(self_scores);
-  sum += __shfl_xor_sync(0xffffffffu, sum, WARP_ROWS);
+  // both. sum_and_share (lanes.cuh) leaves each of 16 lanes one of 16 sums.
+  sum_and_share<WARP_ROWS, WARP_ROWS / 2, 1>(self_scores);
+  const float sum = self_scores[0] + __shfl_xor_sync(0xffffffffu, self_scores[0], WARP_ROWS);
   // Pairs of one sub-chunk: keys after the query become 0, a token's own key gets self_scores.
 #pragma unroll
   for (int sub_chunk = 0; sub_chunk < 2; ++sub_chunk) {
