@@ -21,18 +21,15 @@
 // limits    BK and BV of 64, 128, BV also of 256; more channels by SplitChannels, a launch for every BK, each adding to
 //           `sums`
 //
-// Names. CHUNK<T>: tokens of a chunk; OperandOf<T>::Type: the type of operands in shared memory; NUMBERS, LDA: numbers
-// of which a score is the sum, and the distance of A's rows. WarpShare (forward_operands.cuh), n: one of the
-// SHARES_PER_WARP shares of a warp: a span of 4 tokens with all channels, or, if CHANNEL_PARTS is 2, with half of them.
-// A lane has LANE_CHANNELS channels of it, from coord.channel on; coord.row(i): the span's token i, counted in the
-// chunk; exists(): whether the chunk has this span, since there may be fewer spans than shares. TokenDecays: e^g of a
-// lane's tokens and channels. store_span_decays: stores the decays of the warp's spans and returns whether a gate is
-// above GROWTH or NaN.
+// Names. CHUNK<T>: tokens of a chunk. WarpShare (forward_operands.cuh), n: one of the SHARES_PER_WARP shares of a warp:
+// a span of 4 tokens with all channels, or with half of them. A lane has LANE_CHANNELS channels of it, from
+// coord.channel on; coord.row(i): the span's token i, counted in the chunk; exists(): whether the chunk has this span,
+// since there may be fewer spans than shares. TokenDecays: e^g of a lane's tokens and channels. store_span_decays:
+// stores the decays of the warp's spans and returns whether a gate is above GROWTH or NaN.
 // State, Output: a lane's numbers of S and o in accumulators; each_number (forward_copies.cuh) finds those of S in
-// memory. state_q, state_k: the chunk's queries and keys, decayed for products with S. s.direct[key][part][query]:
-// scores that no gate multiplies, such as a token's with itself, over each of two parts of the channels. Piece<2, X>:
-// two numbers of a row. blocks_with_room<S>(n) (cards.cuh): n blocks on a multiprocessor, or as many as its shared
-// memory has room for. shape.count: sequences of a batch row
+// memory. state_q, state_k: the chunk's queries and keys, decayed for products with S. clear_scores: sets to zero the
+// scores that no task stores. Piece<2, X>: two numbers of a row. blocks_with_room<S>(n) (cards.cuh): n blocks on a
+// multiprocessor, or as many as its shared memory has room for. shape.count: sequences of a batch row
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"

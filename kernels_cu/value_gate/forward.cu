@@ -38,15 +38,14 @@
 //   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o in accumulators
 //   fetch_rows: starts copying rows from memory to a tile; RESIDENT: how many blocks a multiprocessor is to have;
 //     blocks_with_room: so many, if its shared memory has room
-//   WarpShare: a share of a warp, a span of 4 tokens; CHANNEL_PARTS: how many warps share its channels
+//   WarpShare: a share of a warp, a span of 4 tokens; clear_scores: sets to zero the scores that no warp stores
 //   fetch_chunk_gates: starts copying a thread's gates; store_span_decays: stores the decays of spans, and returns
 //     whether a gate is above GROWTH; TokenDecays: decays of a lane's tokens, which make_operands computes if
 //     store_span_decays does not (kept_in_registers); make_operands: stores decayed q and k
-//   s.direct[key][part][token]: scores that no gate multiplies, as a token's with itself, over each part of the
-//     channels; state_q: the decayed queries that are multiplied with S; add_earlier_channels: adds the sum over
-//     earlier launches' channels, and stores it for later ones
+//   state_q: the decayed queries that are multiplied with S; add_earlier_channels: adds the sum over earlier launches'
+//     channels, and stores it for later ones
 //   add_state_outputs_by_columns: o += q S; add_score_outputs_by_columns: o += A v; write_state_by_columns: the new S
-//   OperandOf<T>::Type: the type of operands in shared memory; place: the address of a number in a tile
+//   place: the address of a number in a tile
 //   Tokens: rows in memory, read one number at a time, from tokens_at; ColumnsReader: loads pairs of tokens of the
 //     warp's columns; ChunkColumns: a warp's 16 columns of a chunk; decay_over_subchunk: of the lane's columns;
 //     four_lane_sums(x).all: the sum over the 4 lanes that have a column; max_nan: NaN if one number is
