@@ -196,7 +196,8 @@ __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (
 }
 
 // d += a b, for a sum d over many tokens. An instruction cuts its sum off, always towards 0. So a product of two split
-// operands, whose own error is smaller than all these cuts, is summed by itself and added to d in float32, which rounds.
+// operands, whose own error is smaller than all these cuts, is summed by itself and added to d in float32, which
+// rounds.
 template <class D, class L, class R> __device__ __forceinline__ void accumulate(D& d, const L& a, const R& b) {
   multiply(d, a, b);
 }
