@@ -2,10 +2,10 @@
 
 A plan is a list of launches on described arrays, `plan.Array`s, which a `Draft` collects; a `CompiledPlan` runs it on
 arrays of these descriptions. Calls with prompts of the same lengths share three plans: of the embedding, of a layer and
-of the head. All layers of a call read and write one allocation; the state is copied there before the layers run, and
-back afterwards. Hence the address of the allocation decides all addresses of the layers' launches. The second call
-whose allocation has the same address captures these launches in a CUDA graph; later calls launch the graph, which takes
-the host very little time.
+of the head. The embedding and all layers of a call read and write one allocation; tokens and the state are copied there
+before these run, and the state back afterwards. Hence the address of the allocation decides all addresses of their
+launches. The second call whose allocation has the same address captures these launches in a CUDA graph; later calls
+launch the graph, which takes the host very little time.
 
 Sizes: L layers, T tokens of all prompts, D channels, H heads, V tokens of the vocabulary.
 """
@@ -65,8 +65,9 @@ class Prompts:
             carried=[buffer(*array) for array in self.carried.values()],
             buffers=self.layer_plan.plan.buffers,
         )
-        self.tokens, self.copied = self.device.pinned(*tokens.shape, tokens.dtype), None  # copied: the latest call's
-        # of each address of the layers' memory: the launches of all layers, or a function that launches their graph
+        # the tokens of a call on the host, which change once `copied`, an event, says that the device has copied them
+        self.tokens, self.copied = self.device.pinned(*tokens.shape, tokens.dtype), None
+        # of each address of `memory`: the launches of the embedding and all layers, or what launches their graph
         self.launches: dict[int, list] = {}
         self.graphs: dict[int, Callable] = {}
 
@@ -79,7 +80,7 @@ class Prompts:
         device, is_new = self.device, state.wkv is None
         memory = self.memory.allocated()
         if self.copied:
-            device.finish(self.copied)  # the tokens of the call before
+            device.finish(self.copied)
         self.tokens[...] = tokens
         device.write(self.tokens, *self.memory.arrays("tokens", memory))
         self.copied = device.record(self.copied)
