@@ -47,10 +47,10 @@
 //             `down` takes back every `up`                                 test_gradient_kernels, test_large_values
 //             dk and dg are stored after the wait for `within`             test_gradient_kernels
 //             after a chunk by_token kept_ratio is 2^-7                    test_growth
-//           Any other order serves registers and latencies: test_compile fails where a kernel spills more
+//           Other orders change registers and latencies alone: test_compile fails where a kernel spills more
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
 //           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
-//           unless it is larger than kept_ratio c. kept_ratio is infinite, but 2^-7 after this walk's first chunk
+//           unless it is larger than kept_ratio c. kept_ratio is infinite, but 2^-7 after the segment's first chunk
 //           by_token, or from the start if a later segment has a flag: growth may have made dS so large that it counts
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
@@ -490,8 +490,8 @@ __device__ __forceinline__ void sum_over_queries(Across& sums, const Across& que
 }
 
 // Adds to dk the terms of dS and of other sub-chunks' queries. from_state: dS v_j; over_queries: of sum_over_queries;
-// to_end: decays of keys to their sub-chunk's end. Keys of sub-chunk 0 decay over sub-chunk 1 on the way to queries of
-// 2 and 3.
+// to_end: decays of keys to their sub-chunk's end. For queries of 2 and 3 keys of sub-chunk 0 decay over sub-chunk 1,
+// too.
 __device__ __forceinline__ void add_pairs_across(LaneChunk& dk, const Values& from_state, const Across& over_queries,
                                                  const LaneChunk& to_end, const SubChunkDecays& decays) {
   each_token_pair([&](int n, int h) {

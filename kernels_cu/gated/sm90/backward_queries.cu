@@ -44,7 +44,7 @@
 //             q and g are read before dq and query_share overwrite them   test_gradient_kernels
 //             a share beyond float16 sets the flag                        test_growth
 //             InTurn: after the last chunk start_chunk reads its stage    none: a race that only a card has
-//           Any other order serves registers and latencies: test_compile fails where a kernel spills more
+//           Other orders change registers and latencies alone: test_compile fails where a kernel spills more
 // numerics  dA, and queries and keys within the chunk, are tf32, whose range is float32's. Queries and keys are cut off
 //           to tf32 before both sums that make query_share_t (AS_MULTIPLIED), so that pairs with both tokens after t
 //           cancel but for float32's rounding. The state: states.cuh

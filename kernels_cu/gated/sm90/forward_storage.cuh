@@ -216,6 +216,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   static constexpr int STAGES = PRODUCER_GROUPS > 2 ? PRODUCER_GROUPS : 2;
   static_assert(STAGES % PRODUCER_GROUPS == 0 && Schedule::CLUSTER_SIZE == K_RANKS * Schedule::CHUNK_RANKS);
   static_assert(K_RANKS == 1 || STAGES == 2, "Votes are of two stages");
+  static_assert(VALUE_SLOTS >= 2, "v is copied to the previous chunk's slot");
   static_assert(VALUES_BARRIER + BV / PANEL <= PRODUCER_BARRIER && PRODUCER_BARRIER + GROUPS <= 16, "named barriers");
 
   // Whether two stages share a tile of scores: see Operands.

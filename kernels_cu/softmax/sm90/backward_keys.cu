@@ -68,6 +68,7 @@ template <typename T> struct Args {
 template <typename T, int D> struct alignas(1024) Shared {
   static_assert(D == 64 || D == 128);
   static constexpr int STAGES = 3;
+  static_assert(STAGES >= 2, "the product with ds reads the previous stage");
   Tile<T, D, KEYS> k[2], v[2];
   Tile<T, D, QUERIES> q[STAGES];
   Tile<T, D, QUERIES> do_[STAGES];

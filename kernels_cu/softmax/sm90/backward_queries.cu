@@ -72,6 +72,7 @@ template <typename T> struct Args {
 template <typename T, int D> struct alignas(1024) Shared {
   static_assert(D == 64 || D == 128);
   static constexpr int K_STAGES = 4, V_STAGES = D == 64 ? 4 : 3;
+  static_assert(K_STAGES >= 2, "the product with ds reads the previous stage");
   Tile<T, D, QUERIES> q, do_, o;
   Tile<T, D, KEYS> k[K_STAGES];
   Tile<T, D, KEYS> v[V_STAGES];

@@ -83,6 +83,7 @@ template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
   static_assert((K == 64 || K == 128 || K == 192) && (V == 64 || V == 128) && V <= K);
   static constexpr int WARPGROUPS = K == 64 && !CAPPED ? 3 : 2, QUERIES = 64 * WARPGROUPS, KEY_STAGES = K == 64 ? 4 : 2;
   static constexpr int KEYS = K > 128 ? 96 : 128, QUERY_STAGES = K > 128 ? 2 : 3;
+  static_assert(QUERY_STAGES >= 2, "a tile's o is stored after the next tile's scores have begun");
   Tile<T, K, QUERIES> q[QUERY_STAGES];
   Tile<T, K, KEYS> k[KEY_STAGES];
   Tile<T, V, KEYS> v[KEY_STAGES];
