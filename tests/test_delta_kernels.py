@@ -498,6 +498,20 @@ def test_few_heads_are_cut(op):
             assert ("delta_join_segments" in planned.names(plan)) == (segments > 1)
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("D", [8, 36])
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_a_long_sequence_among_others_is_cut(op, D, capability, gradient):
+    """Its heads alone leave most of the card idle; many sequences that are all as long do not."""
+    for lengths, cut in (((20000, *[600] * 59), True), ((20000,) * 2000, False)):
+        bounds = np.cumsum([0, *lengths])
+        shape = 1, 3, bounds[-1], D
+        arrays = [np.broadcast_to(HALF.type(0), shape[: len(axes.split())]) for axes in op.arrays.values()]
+        problem = op.bind(arrays, cu_seqlens=bounds, gradient=gradient)
+        assert (planned.plan_of(problem, planned.Noting(capability)).tiles.get("segments", 1) > 1) == cut
+
+
 @pytest.mark.parametrize("op", [KDA, RWKV7], ids=lambda op: op.name)
 def test_calls_that_are_cut_keep_what_they_prepare(op):
     """And F: their pullbacks prepare nothing, and walk in one direction."""

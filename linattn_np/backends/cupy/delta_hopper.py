@@ -132,14 +132,14 @@ class ScalarCut(SegmentCut):
     CHUNK_TIMES, TWO_CHUNKS_TIME = {64: 1.45, 128: 1.7}, 1.85  # by BV; for two blocks that share a multiprocessor
     SUMMARY_TIMES, TWO_SUMMARIES_TIME = {64: 0.85, 128: 1.0}, 1.2  # the same of a chunk of a summary
     LAUNCH_TIME = 8.0  # of a launch
-    START_CHUNKS = 2  # a walk's first copies and last stores take as long as so many chunks
+    START = 2
     LAST_CHUNKS = 32  # that are summarised of a segment that forgets, with the gates of trained models
     WORTH = 0.95  # sequences are cut if that takes less than this part of the time
 
     def __init__(self, problem, device):
         self.problem, self.device = problem, device
-        self.chunks = ceil_div(problem.spans.longest, DeltaScalarForwardSm90.CHUNK)
-        self.segments = min((1, *range(2, min(self.chunks // 4, 64) + 1)), key=self.time)
+        self.steps = ceil_div(problem.spans.longest, DeltaScalarForwardSm90.CHUNK)
+        self.segments = min((1, *range(2, min(self.steps // 4, 64) + 1)), key=self.time)
 
     @property
     def forward(self):
@@ -156,11 +156,10 @@ class ScalarCut(SegmentCut):
         N, H, K, V = self.problem.shape("N H K V")
         return cls(self.problem.dtype, *tile_sizes(N * H * walks, K, V, self.device.multiprocessors))
 
-    def chunk_time(self, kernel, tiles, times, of_two) -> float:
+    def chunk_time(self, segments, kernel, tiles, times, of_two) -> float:
         """An estimate for one chunk of every walk, of which each sequence and head has `tiles`: one for each tile of
-        columns of each segment. times, of_two: such as CHUNK_TIMES and TWO_CHUNKS_TIME."""
-        N, H = self.problem.shape("N H")
-        blocks, alone = ceil_div(N * H * tiles, self.device.multiprocessors), times[kernel.BV]
+        columns of each of so many segments. times, of_two: such as CHUNK_TIMES and TWO_CHUNKS_TIME."""
+        blocks, alone = self.waves(segments, tiles), times[kernel.BV]
         shared, single = divmod(blocks, 2) if kernel.blocks_per_multiprocessor == 2 else (0, blocks)
         return shared * of_two + single * alone
 
@@ -168,12 +167,12 @@ class ScalarCut(SegmentCut):
         """An estimate for the walks that write results."""
         kernel = self.kernel(DeltaScalarForwardSm90, segments)
         tiles = segments * kernel.grid(self.problem.sizes["V"])
-        of_chunk = self.chunk_time(kernel, tiles, self.CHUNK_TIMES, self.TWO_CHUNKS_TIME)
+        of_chunk = self.chunk_time(segments, kernel, tiles, self.CHUNK_TIMES, self.TWO_CHUNKS_TIME)
         return self.LAUNCH_TIME + self.chunks_of_walk(segments) * of_chunk
 
     def chunks_of_walk(self, segments) -> int:
         """The chunks of a segment, and those that its start is worth."""
-        return ceil_div(self.chunks, segments) + self.START_CHUNKS
+        return ceil_div(self.steps, segments) + self.START
 
     def summary_time(self, segments, of_all, of_values) -> float:
         """An estimate for the walks that summarise so many segments. of_all, of_values: a chunk's time if F and G are
@@ -193,7 +192,7 @@ class ScalarCut(SegmentCut):
         summary = self.kernel(DeltaScalarSummarySm90, 2 * (segments - 1))
         tiles_of_G, tiles_of_F = (segments - 1) * summary.grid(V), (segments - 2) * summary.grid(K)
         of_values, of_all = (
-            self.chunk_time(summary, tiles, self.SUMMARY_TIMES, self.TWO_SUMMARIES_TIME)
+            self.chunk_time(segments, summary, tiles, self.SUMMARY_TIMES, self.TWO_SUMMARIES_TIME)
             for tiles in (tiles_of_G, tiles_of_G + tiles_of_F)
         )
         joining = join_time(segments, K) / (2 if self.problem.op.decays else 1)  # none if all segments forget
@@ -326,6 +325,7 @@ class ScalarGradientCut(ScalarCut):
     """How the walks of Hopper's own kernels of gradients are cut: the second one, forwards in time, into `segments`;
     the first, backwards in time, into `first_segments`, which are as many, or 1 if whole sequences are faster."""
 
+    gradient = True
     FIRST_TIMES, TWO_FIRST_TIME = {64: 1.6, 128: 2.5}, 2.0  # as CHUNK_TIMES and TWO_CHUNKS_TIME, of the first walk
     # The same of the kernel without outputs. By these times the cut that is chosen at each of five shapes is the
     # fastest of nine that were timed.
@@ -355,7 +355,7 @@ class ScalarGradientCut(ScalarCut):
     def first_time(self, segments) -> float:
         """An estimate for the first walk, cut into so many segments, and for what summarises these."""
         V, of_one = self.problem.sizes["V"], self.kernel(DeltaScalarBackwardStatesSm90, segments)
-        of_chunk = self.chunk_time(of_one, segments * of_one.grid(V), self.FIRST_TIMES, self.TWO_FIRST_TIME)
+        of_chunk = self.chunk_time(segments, of_one, segments * of_one.grid(V), self.FIRST_TIMES, self.TWO_FIRST_TIME)
         time = self.LAUNCH_TIME + self.chunks_of_walk(segments) * of_chunk
         if segments == 1:
             return time
@@ -363,12 +363,12 @@ class ScalarGradientCut(ScalarCut):
             self.kernel(DeltaScalarBackwardStatesSm90, segments - 1),
             (self.FIRST_SUMMARY_TIMES, self.TWO_FIRST_SUMMARIES_TIME),
         )
-        of_summary = self.chunk_time(summary, (segments - 1) * summary.grid(V), *times)
+        of_summary = self.chunk_time(segments, summary, (segments - 1) * summary.grid(V), *times)
         return time + self.summary_time(segments, of_summary, of_summary)
 
     def outputs_time(self, segments):
-        waves = ceil_div(self.problem.sizes["N"] * self.problem.sizes["H"] * segments, self.device.multiprocessors)
-        of_second = self.LAUNCH_TIME + self.chunks_of_walk(segments) * waves * self.SECOND_TIME
+        of_chunk = self.waves(segments, segments) * self.SECOND_TIME
+        of_second = self.LAUNCH_TIME + self.chunks_of_walk(segments) * of_chunk
         return min(self.first_time(1), self.first_time(segments)) + of_second
 
 
