@@ -136,6 +136,15 @@ def test_a_long_sequence_among_many_is_cut(lengths, P):
     assert planned.plan_of(problem, planned.Noting(90)).tiles.get("segments", 1) == P
 
 
+@pytest.mark.parametrize("count, small", [(200, False), (4000, True)])
+def test_sequences_count_by_whole_chunks(count, small):
+    """Other kernels take a block for each, however few its tokens."""
+    arrays = [np.zeros((1, 3, 8000, 2), BFLOAT16)] * 4
+    problem = GLA.bind(arrays, cu_seqlens=np.linspace(0, 8000, count + 1).astype(int))
+    names = planned.names(planned.plan_of(problem, planned.Noting(90)))
+    assert ("gated_small_forward" in names) == small
+
+
 @pytest.mark.pairwise(half="dtype")
 @pytest.mark.parametrize("K, V", [(1, 1), (2, 8), (3, 5)])
 @pytest.mark.parametrize("dtype", [BFLOAT16, HALF], ids=str)

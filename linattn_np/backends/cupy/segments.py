@@ -71,8 +71,8 @@ LEAST_PIECE, LEAST_PIECE_OF_FEW, LEAST_PIECE_BACKWARD, FEW_TOKENS = 8, 4, 16, 64
 COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal: the cut with the fewest segments wins
 
 # Heads of at most 16 channels and columns.
-SMALL_TOKENS, SMALL_TOKENS_ON_HOPPER = 1 << 15, 1 << 17  # the least tokens of all heads that they are faster for
-LEAST_TOKENS = 8  # as which a shorter sequence counts there: other kernels start a block for each
+# The least tokens of all heads, in whole chunks, for which their own kernels are faster
+SMALL_TOKENS, SMALL_TOKENS_ON_HOPPER = 1 << 15, 1 << 17
 SMALL_SPARED = 128  # sequences are cut if that spares each block so many tokens: the time of the two launches it adds
 SMALL_WAVES = 32  # the most waves of segments, if sequences have unequal lengths and most segments are empty
 
@@ -174,10 +174,12 @@ def has_hoppers_kernels(problem, device) -> bool:
 
 
 def are_small(problem, device) -> bool:
-    """Whether a problem is computed by the kernels for small heads, of which a warp computes several."""
-    (B, N, H, T, K, V), hopper = problem.shape("B N H T K V"), has_hoppers_kernels(problem, device)
+    """Whether a problem is computed by the kernels for small heads, of which a warp computes several. Other kernels
+    take a chunk's time for the tokens of a sequence's last chunk, however few."""
+    (B, H, K, V), hopper = problem.shape("B H K V"), has_hoppers_kernels(problem, device)
     least = SMALL_TOKENS_ON_HOPPER if hopper and "gv" not in problem.arrays else SMALL_TOKENS
-    return max(K, V) <= SMALL_SIZES[-1] and H * max(B * T, LEAST_TOKENS * N) >= least
+    chunk = GatedForwardSm90.CHUNK
+    return max(K, V) <= SMALL_SIZES[-1] and B * H * chunk * problem.spans.chunk_bounds(chunk)[-1] >= least
 
 
 def takes_short_backward(problem, tile) -> bool:
