@@ -393,9 +393,10 @@ def load_slowly(arrays, least_piece) -> bool:
     return all(x.size for x in arrays) and common_bytes(*arrays) < least_piece
 
 
-def cut_that_fills(problem, device, way, kernel, summary, spared=0) -> ForwardCut:
+def cut_that_fills(problem, device, way, kernel, summary, spared=0, shortest=SEGMENT) -> ForwardCut:
     """The cut into as many segments as fill the card, if that spares each block at least `spared` tokens."""
-    P = segments_of_sequences(problem, kernel.grid(problem.sizes["V"]), kernel.resident_blocks(device), spared)
+    blocks, capacity = kernel.grid(problem.sizes["V"]), kernel.resident_blocks(device)
+    P = segments_of_sequences(problem, blocks, capacity, spared, shortest)
     return cut_into(problem, device, way, kernel, summary, P)
 
 
@@ -413,15 +414,20 @@ def segments_of_small_heads(kernel, problem, device) -> int:
 
 def portable_forward_cut(problem, device):
     """The cut for the portable kernels, those of wide heads or the others."""
-    sizes, wide = problem.shape("K V"), are_wide(problem, device)
-    instance = problem.dtype, gate_dtype(problem), tf32_products(problem), *sizes, device.shared_per_block
-    schedule = SPLIT_CHANNELS if sizes[0] > TILES[-1] else SINGLE_PASS
-    if wide:
-        kernel = GatedWideForward.fitting(problem.dtype, sizes[0])
-    else:
-        kernel = GatedForward.fitting(read_order(problem.op), schedule, *instance)
-    summary = GatedSegmentStates.fitting(*instance)
-    return cut_that_fills(problem, device, WIDE if wide else PORTABLE, kernel, summary)
+    (N, H, K, V), memory = problem.shape("N H K V"), device.shared_per_block
+    instance, split = (problem.dtype, gate_dtype(problem), tf32_products(problem), K), K > TILES[-1]
+    summary = GatedSegmentStates.fitting(*instance, V, memory)
+    if are_wide(problem, device):
+        return cut_that_fills(problem, device, WIDE, GatedWideForward.fitting(problem.dtype, K), summary)
+    # a token takes longer, the more launches for channels and products: shorter segments are then worth two launches
+    shortest = SEGMENT // (4 if split else 2 if K > TILES[0] and problem.dtype == FLOAT32 else 1)
+    order, schedule = read_order(problem.op), SPLIT_CHANNELS if split else SINGLE_PASS
+    for columns in (TILES[0], V):  # narrow blocks take less time, if each has a multiprocessor for itself
+        kernel = GatedForward.fitting(order, schedule, *instance, min(V, columns), memory)
+        cut = cut_that_fills(problem, device, PORTABLE, kernel, summary, shortest=shortest)
+        if N * H * kernel.grid(V) * cut.segments <= device.multiprocessors:
+            break
+    return cut
 
 
 def tiles_at_once(summary, K) -> int:
