@@ -18,9 +18,11 @@
 //           partial_du [N, H, K], all float32
 // grid      a block for every sequence and head, sequence slowest. 128 threads: a thread a column, then a thread a
 //           channel, then a thread a column again
-// smem      Shared: scores and their gradients; 128 channels and 32 columns of a state, and the rows that multiply it
-// barriers  two after each sum of scores over warps: the warps' sums are written | scores are complete. Two for each 32
-//           columns of a state: the previous ones have been read | these are in shared memory. Two for each 128
+// smem      Shared: scores and their gradients; two stages of 128 channels and 16 columns of a state, and of the rows
+//           that multiply it
+// barriers  two after each sum of scores over warps: the warps' sums are written | scores are complete. One before
+//           a state is multiplied: the columns of an earlier one have been read. One for each 16 of its columns: these
+//           are in shared memory, and the previous ones have been read. Two for each 128
 //           channels of dv and dh0: the previous ones have been read | these are in shared memory. With gv one more,
 //           which asks whether gates grow; if so, for channels and for columns two a token: the warps' largest runs
 //           are written | have been read; and one: the shifts are complete
@@ -39,7 +41,7 @@
 
 constexpr int TOKENS = 16, THREADS = 128, WARPS = THREADS / 32;
 constexpr float MOST_GROWTH = 60.f;  // nats; where channels and columns both grow by more, states are beyond float32
-constexpr int COLUMNS = 32;          // of a state that are in shared memory at a time
+constexpr int COLUMNS = 16;          // of a state that are multiplied at a time
 // Numbers from one channel's or column's tokens to the next's: 8 lanes that read 16 bytes each are in different banks.
 constexpr int ROW = TOKENS + 4;
 constexpr int MOST_GATED = THREADS * ROW;  // channels, or columns, for whose runs limit_growth has room in `queries`
@@ -61,12 +63,12 @@ template <typename T, typename G> struct Args {
 };
 
 struct alignas(16) Shared {
-  float queries[THREADS * ROW];        // [128 channels, 16 tokens]: scale E_t0 q_t; before, scale S_0 do_t
-  float keys[THREADS * ROW];           // the same: F_s k_s; before, dS v_s
-  float decays[THREADS];               // of channels, over all tokens
-  float rows[COLUMNS * ROW];           // [32 columns, 16 tokens] of do or v
-  float state[THREADS][COLUMNS + 1];   // [128 channels, 32 columns]
-  float sums[WARPS][TOKENS * TOKENS];  // each warp's sums of scores, over its columns or channels
+  float queries[THREADS * ROW];          // [128 channels, 16 tokens]: scale E_t0 q_t; before, scale S_0 do_t
+  float keys[THREADS * ROW];             // the same: F_s k_s; before, dS v_s
+  float decays[THREADS];                 // of channels, over all tokens
+  float rows[2][COLUMNS * ROW];          // two stages of [16 columns, 16 tokens] of do or v
+  float state[2][THREADS][COLUMNS + 1];  // and of [128 channels, 16 columns]
+  float sums[WARPS][TOKENS * TOKENS];    // each warp's sums of scores, over its columns or channels
   float dA[TOKENS * TOKENS], A[TOKENS * TOKENS];
   float shifts[TOKENS];  // only if GATED: nats that a token's gates of channels lose, and those of columns gain
 };
@@ -163,27 +165,39 @@ __device__ __forceinline__ void finish_scores(Shared& s, float* scores, int toke
   __syncthreads();  // the scores are complete, and the warps' sums have been read
 }
 
-// x[t] = the sum over columns of state_at(channel, column) row_at(t, column), for channel first_channel + threadIdx.x.
-template <class State, class Row>
+// x[t] = the sum over columns of S row_at(t, column), for channel first_channel + threadIdx.x. S: a number of `state`
+// [K, V], times that of `other` unless this is null. The next columns are copied while the present ones are multiplied.
+template <class Row>
 __device__ __forceinline__ void multiply_state(Shared& s, float (&x)[TOKENS], i64 first_channel, const Shape& shape,
-                                               int tokens, State state_at, Row row_at) {
+                                               int tokens, const float* state, const float* other, Row row_at) {
 #pragma unroll
   for (float& sum : x) sum = 0.f;
-#pragma unroll 1
-  for (i64 first = 0; first < shape.V; first += COLUMNS) {
-    __syncthreads();  // the previous columns have been read
-    const int column = threadIdx.x % COLUMNS, row = threadIdx.x / COLUMNS;
+  const int column = threadIdx.x % COLUMNS, row = threadIdx.x / COLUMNS;
+  const auto fetch = [&](i64 first, int stage) {
     const bool exists = first + column < shape.V;
 #pragma unroll 4
-    for (int c = row; c < THREADS; c += THREADS / COLUMNS)
-      s.state[c][column] = exists && first_channel + c < shape.K ? state_at(first_channel + c, first + column) : 0.f;
+    for (int c = row; c < THREADS; c += THREADS / COLUMNS) {
+      const bool valid = exists && first_channel + c < shape.K;
+      const i64 at = valid ? (first_channel + c) * shape.V + first + column : 0;
+      float& to = s.state[stage][c][column];
+      if (other) to = valid ? state[at] * other[at] : 0.f;
+      else cp_async<4>(&to, state + at, valid);
+    }
     for (int t = row; t < TOKENS; t += THREADS / COLUMNS)
-      s.rows[column * ROW + t] = exists && t < tokens ? row_at(t, first + column) : 0.f;
-    __syncthreads();  // these columns are in shared memory
+      s.rows[stage][column * ROW + t] = exists && t < tokens ? row_at(t, first + column) : 0.f;
+    cp_async_commit();
+  };
+  __syncthreads();  // the columns of an earlier state have been read
+  if (shape.V > 0) fetch(0, 0);
+#pragma unroll 1
+  for (i64 first = 0, stage = 0; first < shape.V; first += COLUMNS, stage ^= 1) {
+    cp_async_wait<0>();
+    __syncthreads();  // these columns are in shared memory, and the previous ones have been read
+    if (first + COLUMNS < shape.V) fetch(first + COLUMNS, int(stage) ^ 1);
 #pragma unroll 4
     for (int c = 0; c < COLUMNS; ++c) {
-      const float S = s.state[threadIdx.x][c];
-      each_four(s.rows + c * ROW, tokens, [&](int t, float4 row) { add_four(x, t, S, row); });
+      const float S = s.state[stage][threadIdx.x][c];
+      each_four(s.rows[stage] + c * ROW, tokens, [&](int t, float4 row) { add_four(x, t, S, row); });
     }
   }
 }
@@ -332,30 +346,24 @@ __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(c
     const i64 channel = first + threadIdx.x;
     float q[TOKENS], k[TOKENS], a[TOKENS], products[TOKENS], from_states = 0.f;
     if (args.initial) {
-      multiply_state(
-          s, products, first, shape, tokens, [&](i64 c, i64 column) { return args.initial[state + c * V + column]; },
-          [&](int t, i64 column) {
-            const float do_ = to_float(args.do_.row(sequence.b, h, span.start + t)[column]);
-            return do_ * column_decay(0, t + 1, column);
-          });
+      multiply_state(s, products, first, shape, tokens, args.initial + state, nullptr, [&](int t, i64 column) {
+        const float do_ = to_float(args.do_.row(sequence.b, h, span.start + t)[column]);
+        return do_ * column_decay(0, t + 1, column);
+      });
 #pragma unroll
       for (int t = 0; t < TOKENS; ++t) own_queries[t] = scale * products[t];
     }
     if (args.dht) {
-      multiply_state(
-          s, products, first, shape, tokens, [&](i64 c, i64 column) { return args.dht[state + c * V + column]; },
-          [&](int t, i64 column) {
-            const float v = to_float(args.v.row(sequence.b, h, span.start + t)[column]);
-            return v * column_decay(t + 1, tokens, column);
-          });
+      multiply_state(s, products, first, shape, tokens, args.dht + state, nullptr, [&](int t, i64 column) {
+        const float v = to_float(args.v.row(sequence.b, h, span.start + t)[column]);
+        return v * column_decay(t + 1, tokens, column);
+      });
 #pragma unroll
       for (int t = 0; t < TOKENS; ++t) own_keys[t] = products[t];
     }
     if (args.initial && args.dht) {
-      multiply_state(
-          s, products, first, shape, 1,
-          [&](i64 c, i64 column) { return args.initial[state + c * V + column] * args.dht[state + c * V + column]; },
-          [&](int, i64 column) { return column_decay(0, tokens, column); });
+      multiply_state(s, products, first, shape, 1, args.initial + state, args.dht + state,
+                     [&](int, i64 column) { return column_decay(0, tokens, column); });
       from_states = products[0];
     }
     sequence.load(q, args.q, channel, K);
