@@ -123,7 +123,7 @@ def test_gates_of_columns(device, rng, cut, dtype, gates, K, V, H, regimes, boun
 @pytest.mark.parametrize(
     "lengths, P",
     [
-        ((63110, 46010, 35576, *[300] * 964), 55),
+        ((63110, 46010, 35576, *[300] * 964), 58),
         ((1000,) * 967, 1),
         ((1100,) * 400 + (900,) * 400, 2),
         ((1 << 17, 10), 844),

@@ -22,7 +22,7 @@ blocks of a launch on uncut sequences, `capacity` the blocks or multiprocessors 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, isqrt
 from typing import Any
 
 from ...array_kinds import BFLOAT16
@@ -74,7 +74,8 @@ COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal:
 # The least tokens of all heads, in whole chunks, for which their own kernels are faster
 SMALL_TOKENS, SMALL_TOKENS_ON_HOPPER = 1 << 15, 1 << 17
 SMALL_SPARED = 128  # sequences are cut if that spares each block so many tokens: the time of the two launches it adds
-SMALL_WAVES = 32  # the most waves of segments, if sequences have unequal lengths and most segments are empty
+# Summarising and joining so many heads' segments, even empty ones, takes as long as one token of both walks.
+SMALL_JOINED = 133
 
 # Forward on Hopper, `forward_cost`. In each of 70 shapes the chosen cut took at most 3 % longer than the best one.
 CUT_SMALL, CUT_LARGE = 300, 520  # the launches that a cut adds: for up to 64 channels and columns, and for more
@@ -127,16 +128,16 @@ def heads_at_work(problem) -> int:
     return min(N * H, ceil_div(2 * B * H * T, max(longest, 1)))
 
 
-def in_waves(P, problem, blocks, capacity, waves) -> int:
-    """P segments, or as many as take `waves` waves for so many blocks of each head: with unequal sequences most of the
-    segments are empty."""
-    return min(P, max(1, waves * capacity // max(1, problem.sizes["N"] * problem.sizes["H"] * blocks)))
+def in_waves(P, problem, blocks, capacity) -> int:
+    """P segments, or as many as take MOST_WAVES waves for so many blocks of each head: with unequal sequences most of
+    the segments are empty."""
+    return min(P, max(1, MOST_WAVES * capacity // max(1, problem.sizes["N"] * problem.sizes["H"] * blocks)))
 
 
-def segments_of_sequences(problem, blocks, capacity, spared=0, shortest=SEGMENT, waves=MOST_WAVES) -> int:
-    """`segments_that_fill` for so many blocks of each head at work, in at most `waves` waves of all segments."""
+def segments_of_sequences(problem, blocks, capacity, spared=0, shortest=SEGMENT) -> int:
+    """`segments_that_fill` for so many blocks of each head at work, in at most MOST_WAVES waves of all segments."""
     P = segments_that_fill(heads_at_work(problem) * blocks, problem.spans.longest, capacity, spared, shortest)
-    return in_waves(P, problem, blocks, capacity, waves)
+    return in_waves(P, problem, blocks, capacity)
 
 
 def widest_that_fills(kernels, blocks, device):
@@ -408,8 +409,11 @@ def small_forward_cut(problem, device):
 
 def segments_of_small_heads(kernel, problem, device) -> int:
     """Segments of a sequence for `kernel`, a block of which computes several heads."""
-    capacity = kernel.resident_blocks(device) * kernel.heads
-    return segments_of_sequences(problem, 1, capacity, SMALL_SPARED, kernel.SEGMENT, SMALL_WAVES)
+    capacity, longest = kernel.resident_blocks(device) * kernel.heads, problem.spans.longest
+    P = segments_that_fill(heads_at_work(problem), longest, capacity, SMALL_SPARED, kernel.SEGMENT)
+    # Of the cost, 2 longest / P + heads P / SMALL_JOINED, the least is where both terms are equal.
+    all_heads = max(1, problem.sizes["N"] * problem.sizes["H"])
+    return min(P, max(1, isqrt(2 * SMALL_JOINED * longest // all_heads)))
 
 
 def portable_forward_cut(problem, device):
@@ -462,7 +466,7 @@ def hoppers_forward_cut(problem, device, backward):
     # of_head: blocks of a head
     of_head, heads, capacity = kernel.grid(V), heads_at_work(problem), kernel.resident_blocks(device)
     P = cheapest_forward_count(heads, heads * of_head, problem.spans.longest, kernel, max(K, V), device)
-    P = in_waves(P, problem, of_head, capacity, MOST_WAVES)
+    P = in_waves(P, problem, of_head, capacity)
     if P > 1 and backward.count > 1 and N * H * of_head * backward.count <= capacity:
         P = backward.count
     first_tokens = short_first_segment_of(problem, device, kernel, backward) if P == 1 else 0
@@ -645,7 +649,7 @@ def segments_of_pullback(problem, device) -> BackwardSegments:
     (N, H, T, K, V), capacity = problem.shape("N H T K V"), device.multiprocessors
     sizes = capacity, min(K, TILES[-1]), min(V, TILES[-1])
     P = cheapest_backward_count(heads_at_work(problem), problem.spans.longest, *sizes)
-    P = in_waves(P, problem, 1, capacity, MOST_WAVES)
+    P = in_waves(P, problem, 1, capacity)
     return BackwardSegments(P, 0 if problem.varlen else short_segment(P, N * H, T, *sizes))
 
 
