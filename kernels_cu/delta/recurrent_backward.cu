@@ -364,15 +364,21 @@ __device__ __forceinline__ void walk_columns(const Args<T, G>& args, BlockWork w
       const int r = BK < THREADS ? threadIdx.x / BK : 0;
       const R* part = &s.slots[r][0][0][c];
       R* to = args.parts + ((tile * heads + head) * shape.T + first + r) * K + c;
+      const i64 next_kind = tiles * heads * shape.T * K;
+#pragma unroll 1
+      for (int n = r; n < rows; n += AT_ONCE, part += AT_ONCE * SLOT_ROWS * WARPS * BK, to += AT_ONCE * K) {
+        static_assert(WARPS == 4);
+        R sums[KINDS];  // all are loaded before one is stored: each load after a store would wait for memory again
+        R* at = to;
 #pragma unroll
-      for (int kind = 0; kind < KINDS; ++kind, part += WARPS * BK, to += tiles * heads * shape.T * K)
-#pragma unroll 4
-        for (int n = 0; r + n < rows; n += AT_ONCE) {
-          static_assert(WARPS == 4);
-          const R* of_warps = part + n * SLOT_ROWS * WARPS * BK;
-          const R sum = (of_warps[0] + of_warps[BK]) + (of_warps[2 * BK] + of_warps[3 * BK]);
-          to[n * K] = adds ? to[n * K] + sum : sum;
+        for (int kind = 0; kind < KINDS; ++kind, at += next_kind) sums[kind] = adds ? *at : R(0);
+        at = to;
+#pragma unroll
+        for (int kind = 0; kind < KINDS; ++kind, at += next_kind) {
+          const R* of_warps = part + kind * WARPS * BK;
+          *at = sums[kind] + ((of_warps[0] + of_warps[BK]) + (of_warps[2 * BK] + of_warps[3 * BK]));
         }
+      }
     }
     if (int(threadIdx.x) < 2 * rows) {
       const int r = threadIdx.x / 2, which = threadIdx.x % 2;  // which: 0 of beta, 1 of GatedDelta's g
