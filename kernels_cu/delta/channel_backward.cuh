@@ -63,6 +63,7 @@
 
 constexpr int THREADS = 2 * TILE, HALF = BT / 2;  // HALF: tokens on a side of the border after 16
 constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks of the chunk
+static_assert(BLOCKS == 4 && BLOCKS == THREADS / 32, "a warp has a block; borders are after 8 and 16 of 32 tokens");
 
 // The chunk and the 64 channels of a block, in a grid [B, H, NC, padded(K) / TILE].
 struct ChannelTile {

@@ -112,6 +112,7 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
   constexpr int ROWS = BACKWARDS ? PANEL : BK, LD = BACKWARDS ? BK + PIECE : PANEL + Shared<R, BK>::GAP;
   // The threads copy DOWN rows of a panel at a time, ACROSS pieces of 16 bytes each.
   constexpr int ACROSS = (BACKWARDS ? BK : PANEL) / PIECE, DOWN = THREADS / ACROSS;
+  static_assert(ROWS % DOWN == 0 && (!Own<R>::TENSOR || PANEL % 16 == 0), "whole copies, whole steps of products");
   const u32 tiles = u32(args.V + BV - 1) / BV, H = u32(args.H), pair = block / tiles, h = pair % H, n = pair / H;
   const int K = int(args.K), V = int(args.V), P = int(args.P), F_stride = (K + 3) / 4 * 4;
   const int first_column = int(block % tiles) * BV;

@@ -73,6 +73,7 @@ enum Term { Q_ROW, K_ROW, K_COLUMN };
 // Each token's vectors of V numbers in s.values. scale DO is the gradient of what row q reads, -beta W that of what row
 // k reads, beta E is what column k writes. E is rounded to T; E_ERROR, for 16-bit data only, is its rounding error.
 enum Value { DO, W, E, E_ERROR };
+static_assert(E_ERROR == E + 1 && E_ERROR < THREADS / 32, "a warp copies each, and errors follow what is rounded");
 enum Token { TOKEN_Q, TOKEN_K };  // arrays of tokens: in s.tokens, s.inverse_length and args.parts
 
 // BlockSums (channel_backward.cuh) has what products of two blocks need: pairs_across, block_decays, row_sums,

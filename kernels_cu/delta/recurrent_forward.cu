@@ -73,7 +73,8 @@ template <typename T, typename G> struct Args : DeltaArgs<T, G> {
 template <class Rule, typename T, typename G, int BK, int COLUMNS> struct Shared {
   static constexpr int LANES = BK / CHANNELS;           // lanes that share columns
   static constexpr int BV = THREADS / LANES * COLUMNS;  // columns of a block
-  static_assert(COLUMNS <= LANES);                      // each column's output is stored by a lane of its own
+  static_assert(32 % LANES == 0, "shuffles sum over lanes of one warp");
+  static_assert(COLUMNS <= LANES, "each column's output is stored by a lane of its own");
   Tokens<Rule, T, G, BK, BV, TOKENS<T, BK>> stages[2];
   // exp g [TOKENS, BK]; without gates of channels unused, 16 bytes long since an array must not be empty.
   FloatOrDouble<T> decays[Rule::channel_gates ? TOKENS<T, BK> * BK : 16 / sizeof(FloatOrDouble<T>)];

@@ -55,6 +55,7 @@
 
 constexpr int BLOCK = 4;  // a lane has BLOCK channels of BLOCK columns
 using State = float[BLOCK][BLOCK];
+static_assert(sizeof(float[BLOCK]) == sizeof(float4), "a row is stored as a float4");
 template <int D> constexpr int ACROSS = D / BLOCK;             // lanes that share channels, or columns
 template <int D> constexpr int LANES = ACROSS<D> * ACROSS<D>;  // of a head
 template <typename E, int D> using StepTile = Tile<E, D, LANES<D>>;

@@ -74,6 +74,7 @@ template <class Rule, typename T, typename G, int D> struct Shared {
 
 // A number of each token of a step, such as its beta: the lane has those of tokens `lane`, `lane` + D, ...
 template <typename G, int D> struct StepScalars {
+  static_assert(TOKENS % D == 0);
   G x[TOKENS / D];
 
   // Those of the step that starts at `token`; zeros after the head's last token.

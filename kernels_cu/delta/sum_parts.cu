@@ -17,7 +17,7 @@
 //   THREADS = 128, WARPS = 4
 //   LEAST_SQUARE = 1e-6
 
-constexpr int LANE_CHANNELS = 8;  // numbers of a lane
+constexpr int LANE_CHANNELS = 8;  // numbers of a lane: K is 32 times as many at most
 constexpr int AT_ONCE = 4;        // parts whose loads are under way together
 
 template <typename T> struct Args {
