@@ -267,8 +267,8 @@ def test_gradients_of_strong_gates_among_weak_ones(backend, strong, rng):
 
 
 def cancelling(q, k, v, g, gv, do):
-    """Of dg and dgv, the sum of the absolute terms that cancel in float32. Where no gate of a side grows, its pairs of
-    tokens in a sub-chunk of 8 count as queries less keys from t on, so that all pairs behind t cancel. Growth on the
+    """Of dg and dgv of data in half precision, the sum of the absolute terms that cancel in float32. Where no gate of a
+    side grows, its pairs of tokens in a sub-chunk of 8 count as queries less keys from t on, so that all pairs behind t cancel. Growth on the
     other side is in their scores: they may be larger than what passes gate t by any factor.
     """
     q, k, v, do = (abs(double(x)) for x in (q, k, v, do))
@@ -315,8 +315,9 @@ def test_growth_on_either_side(device, rng, monkeypatch, K, V, P, T, dtype, side
     wanted = both(*given)
     sizes = both(*(x if n in (3, 4) else abs(x) for n, x in enumerate(given)))
     far, least = LIMITS[dtype]
-    for place, size in zip((5, 6), cancelling(*arrays, do)):
-        sizes[place] += 3e-6 / far * size
+    if dtype == BFLOAT16:
+        for place, size in zip((5, 6), cancelling(*arrays, do)):
+            sizes[place] += 3e-6 / far * size
     for name, x, y, size in zip(("o", "final", "dq", "dk", "dv", "dg", "dgv", "dh0"), found, wanted, sizes):
         off = abs(x - y) / (far * size + least)
         assert off.max() <= 1, (name, np.mean(~(off <= 1)), np.nanmax(off))
