@@ -346,7 +346,7 @@ def plan_vjp(problem, device, do, dht, saved=()):
     if needs_copies(problem, device, gradient=True):
         return plan_on_copies(problem, lambda copies, *given: plan_vjp(copies, device, *given), do, dht)
     way, reasons = chosen(GRADIENT_WAYS, problem, device)
-    return replace(way.plan(do, dht, *([saved] if saved else [])), reasons=reasons)
+    return replace(way.plan(do, dht, saved), reasons=reasons)
 
 
 class Gradients(Way):
@@ -379,9 +379,7 @@ class Gradients(Way):
         """Adds to the draft the launches for `heads` heads of values from head `first` on."""
         raise NotImplementedError
 
-    def plan(self, do, dht, saved=()):
-        """The plan, for the gradients `do` of o and `dht` of the final state as `Draft.cotangents` takes them. `saved`:
-        what the plan of the call has saved."""
+    def plan(self, do, dht, saved):
         draft, problem, self.saved = self.draft, self.problem, saved
         self.inputs = Inputs(draft, problem)
         self.do, dht = draft.cotangents(problem, do, dht)
@@ -438,10 +436,10 @@ class SmallGradients(Gradients):
     def why_not(self):
         return why_not_small(self.problem, self.device, gradient=True)
 
-    def plan(self, do, dht, saved=()):
+    def plan(self, do, dht, saved):
         self.cut = CutOfSmallHeads(self.problem, self.device, gradient=True)
         self.kernel, self.tiles = self.cut.kernel, self.cut.kernel.tiles | self.cut.tiles
-        return super().plan(do, dht)
+        return super().plan(do, dht, saved)
 
     @property
     def dtype_of_scalars(self):
@@ -532,7 +530,7 @@ class GradientsInChunks(Gradients):
         dividing q and k by their lengths: `DeltaSumParts` does."""
         return self.inputs.group > 1 or self.inputs.rule == KDA and self.inputs.normalized
 
-    def plan(self, do, dht, saved=()):
+    def plan(self, do, dht, saved):
         problem, device = self.problem, self.device
         self.kernel, self.cut = last_kernel(problem), CutInChunks(problem, device, gradient=True, kept=bool(saved))
         self.walk, self.tiles = self.cut.walk, self.kernel.tiles | self.cut.tiles

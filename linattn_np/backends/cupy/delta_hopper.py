@@ -212,9 +212,9 @@ class Way:
         """Why this way is not taken; None if it can be."""
         return None
 
-    def plan(self, *cotangents):
-        """The plan of the call; or, for `cotangents` (do, dht) as `Draft.cotangents` takes them, that of its
-        pullback."""
+    def plan(self, *pullback):
+        """The plan of the call; or, for `pullback` = (do, dht, saved), that of its pullback: do and dht as
+        `Draft.cotangents` takes them, `saved` what the plan of the call has saved, which is empty for most ways."""
         raise NotImplementedError
 
 
@@ -394,7 +394,7 @@ class ScalarGradientsOnHopper(Way):
             return "few heads of long sequences are faster by the kernels of every card"
         return None
 
-    def plan(self, do, dht):
+    def plan(self, do, dht, saved):
         problem, draft, cut = self.problem, Draft(), self.cut
         given, x = problem.arrays, SimpleNamespace(**{name: draft.mapped(problem[name], name) for name in "qkv"})
         x.g, x.beta, x.initial = given.get("g"), problem["beta"], draft.initial(problem)
