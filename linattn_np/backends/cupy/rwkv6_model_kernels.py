@@ -264,10 +264,10 @@ class LowRankKernel(ModelKernel):
 
     TILE_TOKENS: ClassVar[int] = 16
     COLUMNS: ClassVar[int] = 128
-    constants = (("TILE_TOKENS", "TILE_TOKENS"), ("COLUMNS", "COLUMNS"))
+    constants: ClassVar[tuple] = (("TILE_TOKENS", "TILE_TOKENS"), ("COLUMNS", "COLUMNS"))
     threads = 256
 
-    def blocks_of_product(self, tokens, D) -> int:
+    def blocks_of_product(self, tokens, D):
         return ceil_div(tokens, self.TILES * self.TILE_TOKENS) * ceil_div(D, self.COLUMNS)
 
 

@@ -36,7 +36,7 @@ class TimeMixOfToken(ModelKernel):
     )
     shared_memory = ("Scratch",)
     MOST_N: ClassVar[int] = 256
-    constants = (("MAX_N", "MOST_N"),)
+    constants: ClassVar[tuple] = (("MAX_N", "MOST_N"),)
     threads = 256
     X: np.dtype
     state: np.dtype

@@ -49,7 +49,7 @@ class Softmax(Kernel):
     KEYS: ClassVar[int]
     COLUMNS: ClassVar[tuple[tuple[int, ...], ...]] = ((64,), (128,))  # the possible columns of K and V; (D,): of both
     threads = 128
-    constants = (("QUERIES", "QUERIES"), ("KEYS", "KEYS"))
+    constants: ClassVar[tuple] = (("QUERIES", "QUERIES"), ("KEYS", "KEYS"))
 
     @classmethod
     def fitting(cls, problem):
