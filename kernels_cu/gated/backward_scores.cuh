@@ -13,6 +13,7 @@
 //           Operands: a struct of the including kernel with the members queries, keys, border8, border16 and border32,
 //           each a pointer to ChannelTokens. M: how operands are stored and multiplied, with the type M::Stored. All
 //           lanes of a warp call functions with products together
+// barriers  the caller's: between put_operands of all warps and `add`, and between `add` and the next put_operands
 #include "backward.cuh"
 
 constexpr int CHANNELS = 32;  // channels in shared memory at a time; a warp decays 8 of them

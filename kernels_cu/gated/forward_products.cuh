@@ -5,6 +5,8 @@
 //           g = lane / 4, t = lane % 4: a lane has rows g and g + 8, and columns 2t and 2t + 1, of such a matrix, and
 //           likewise of a tile of scores [16 queries, 8 keys]. All lanes of a warp call functions with
 //           products together
+// barriers  the caller's: between the stores of a chunk's operands and score_chunk, add_state_outputs and update_state;
+//           between score_chunk and add_score_outputs
 // numerics  sums in float32; products with S read it rounded
 //
 // A product is D[16, 8] += A[16, 16] B[16, 8]. From the includes:

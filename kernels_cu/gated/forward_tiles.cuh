@@ -5,9 +5,9 @@
 //
 // A product sums over 16 values at a time. The tf32 instruction sums over 8, of which a lane has numbers t and t + 4, t
 // = lane % 4: it is given value 2t as number t and value 2t + 1 as number t + 4, in both operands. With this order
-// accumulators are operands without any move, and float tiles are read without bank conflicts. In the readers below
-// `tile`, `row` and `col` are a tile and the first row and column of what is loaded, in registers r or an operand a or
-// b (Pairs in fragments.cuh).
+// accumulators are operands without any move, and float tiles are read without bank conflicts. All lanes of a warp load
+// together. In the readers below `tile`, `row` and `col` are a tile and the first row and column of what is loaded, in
+// registers r or an operand a or b (Pairs in fragments.cuh).
 #include "fragments.cuh"
 #include "ptx.cuh"
 

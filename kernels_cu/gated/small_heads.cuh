@@ -3,7 +3,8 @@
 //           neighbouring heads, or tokens, are neighbours in memory, and the warp reads them together.
 // math      token by token, as the recurrence is written: a state is so small that float32 products outside of tensor
 //           cores are as fast as memory
-// smem      Tile; the lanes of a head copy its rows, and read them after cp_async_wait and __syncwarp
+// smem      Tile; the lanes of a head copy its rows, and read them after cp_async_wait and __syncwarp. Before `store` a
+//           __syncwarp has passed since the rows were written
 // limits    D of 8, 16
 #include "gated/forward_tiles.cuh"
 #include "read_order.cuh"

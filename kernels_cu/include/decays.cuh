@@ -41,8 +41,9 @@ __device__ __forceinline__ FourLanes four_lane_sums(float x) {
   return combine_lanes(x, 0.f, [](float a, float b) { return a + b; });
 }
 
-// The decay of this lane's channel over the whole sub-chunk: exp of the sum of gates. PairDecays::whole is
-// the product of the tokens' decays instead, which differs in rounding.
+// The decay of this lane's channel over the whole sub-chunk: exp of the sum of gates. PairDecays::whole is the product
+// of the tokens' decays instead, which differs in rounding. All lanes of the warp call this, and make PairDecays and
+// MiddleFactors, together.
 __device__ __forceinline__ float decay_over_subchunk(float2 gates) {
   return decay_of(four_lane_sums(gates.x + gates.y).all);
 }

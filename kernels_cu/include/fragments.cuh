@@ -1,5 +1,6 @@
 // what      A warp's products D[16, 8] += A[16, 16] B[16, 8] on tensor cores, of operands loaded from shared memory or
-//           computed by the lanes.
+//           computed by the lanes. All 32 lanes call the functions that load or multiply together, and a barrier or a
+//           __syncwarp has passed since what they load was written.
 // math      The depth is the axis that is summed over: A's columns, B's rows. With g = lane / 4 and t = lane % 4 a lane
 //           holds pairs of neighbours along it:
 //           left operand A: pair p is row g + 8 (p % 2), depths 8 (p / 2) + 2t and the next;

@@ -1,4 +1,4 @@
-// what      Products of a warp on tensor cores, as exact as the storage type.
+// what      Products of a warp on tensor cores, as exact as the storage type. All 32 lanes call `multiply` together.
 // numerics  EXACT (float32 data): each operand is split into two tf32 numbers and three products keep 22 bits.
 //           Otherwise (16-bit data): one tf32 product; tf32 has float16's fraction and float32's range, so no
 //           operand overflows. If one operand is EXACT and the other 16-bit data, two products.

@@ -1,6 +1,8 @@
 // what      What softmax attention's tensor-core kernels for every card share: tiles in shared memory and a warp's
 //           products.
 // shapes    A tile is [rows, D] of 16-bit values, D of 64 or 128; arrays of fewer columns are padded with zeros.
+// barriers  the caller's: between the stores of a tile and the products that read it. All lanes of a warp multiply
+//           together
 // numerics  Products of bf16 or f16 with sums in float32. A sum is rounded to the same type before it is an operand of
 //           the next product.
 #include "cards.cuh"
