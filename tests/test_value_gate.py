@@ -268,8 +268,8 @@ def test_gradients_of_strong_gates_among_weak_ones(backend, strong, rng):
 
 def cancelling(q, k, v, g, gv, do):
     """Of dg and dgv of data in half precision, the sum of the absolute terms that cancel in float32. Where no gate of a
-    side grows, its pairs of tokens in a sub-chunk of 8 count as queries less keys from t on, so that all pairs behind t cancel. Growth on the
-    other side is in their scores: they may be larger than what passes gate t by any factor.
+    side grows, its pairs of tokens in a sub-chunk of 8 count as queries less keys from t on, so that all pairs behind t
+    cancel. Growth on the other side is in their scores: they may be larger than what passes gate t by any factor.
     """
     q, k, v, do = (abs(double(x)) for x in (q, k, v, do))
     g, (B, H, T, K), V = double(g).copy(), q.shape, v.shape[-1]
