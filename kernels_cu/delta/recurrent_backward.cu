@@ -50,13 +50,9 @@
 //     if these are not normalized; q_dot_k and q_dot_b, products of the given q, k and b
 //   DeltaArgs: inputs; initial states; P, segments of a sequence; group, value heads that share a head of keys; bytes,
 //     16, 8, 4 or 2: every row starts on a multiple of it, and is a multiple long
-//   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. The walk's first segment starts from dht. If the first argument is true,
-//     the others start from `starts`, and only the walk's last one has `to`; else they start from zeros, and `to` is in
-//     `starts`. If the last argument is true, the walk's first segment has all tokens and is its last one, too; the
-//     other segments have no tokens, and `to` is null
-//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments; of the
-//     block's columns only, since columns do not depend on each other
+//   segment_of: a Segment: its tokens and chunks; `from`, the gradient that it starts from, null for zeros: dht, or in
+//     `starts`; `to`, where its last one goes, null for nowhere: dh0, or, without OUTPUTS, in `starts`. is_whole:
+//     whether one block computes the whole sequence (`numerics`) in its columns, which do not depend on others
 //   FloatOrDouble<T>: the type of sums; converted_once: a conversion that the compiler does not repeat; narrowed<T>: a
 //     sum rounded to T; load_neighbours, store_neighbours: neighbouring numbers at once
 //   THREADS = 128

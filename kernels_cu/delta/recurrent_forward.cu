@@ -52,11 +52,8 @@
 //     if these are not normalized; q_dot_k and q_dot_b, products of the given q, k and b
 //   DeltaArgs: inputs; initial states; P, segments of a sequence; group, value heads that share a head of keys
 //   segment_of: a Segment: its tokens and chunks; `from`, the state that it starts from, null for zeros; `to`, where
-//     its last state goes, null for nowhere. The walk's first segment starts from the initial state. If the first
-//     argument is true, the others start from `starts`, and only the walk's last one has `to`; else they start from
-//     zeros, and `to` is in `starts`. If the last argument is true, the walk's first segment has all tokens and is its
-//     last one, too; the other segments have no tokens, and `to` is null
-//   is_whole: whether that must be so, since states were not finite when join_segments.cu had joined segments
+//     its last state goes, null for nowhere: see `walks`. is_whole: whether the walk's first segment takes all tokens
+//     of its sequence, and the others none, since states were not finite when join_segments.cu had joined segments
 //   converted_once: a conversion that the compiler does not repeat for every token; THREADS = 128
 
 constexpr int CHANNELS = 16;  // of a lane

@@ -47,10 +47,9 @@
 //   DeltaArgs: the arguments of kernels token by token. Of rules, channel_gates: a gate for every channel; own_erasure:
 //     a and b beside k
 //   segment_of: a Segment: its tokens and chunks, here steps; `from`, the gradient that it starts from, null for zeros;
-//     `to`, where its last one goes, null for nowhere. The walk's first segment starts from dht. If the first argument
-//     is true, the others start from `starts`, and only the walk's last one has `to`; else they start from zeros, and
-//     `to` is in `starts`. If the last argument is true, the walk's first segment has all tokens and is its last one,
-//     too; the others have none
+//     `to`, where its last one goes, null for nowhere: dh0, or, without OUTPUTS, in `starts`. The walk's first segment
+//     starts from dht, with OUTPUTS others from `starts`. If the last argument is true, the walk's first segment has
+//     all tokens and is its last one, too; the others have none
 //   exchange_and_add_halves: a step of sums over lanes, of which each lane keeps a half
 
 constexpr int BLOCK = 4;  // a lane has BLOCK channels of BLOCK columns

@@ -35,10 +35,9 @@
 //   DeltaArgs: the arguments of kernels token by token. Of rules, channel_gates: a gate for every channel; own_erasure:
 //     a and b beside k
 //   segment_of: a Segment: its tokens; `from`, the state that it starts from, null for zeros; `to`, where its last
-//     state goes, null for nowhere. The walk's first segment starts from the initial state. If the first argument is
-//     true, the others start from `starts`, and only the walk's last one has `to`; else they start from zeros, and `to`
-//     is in `starts`. If the last argument is true, the walk's first segment has all tokens and is its last one, too;
-//     the others have none
+//     state goes, null for nowhere. The first segment starts from the initial state. The others start, given F, from
+//       zeros, and `to` is in `starts`; else they start from `starts`, and only the last one has `to`. If the last
+//       argument is true, the first segment has all tokens and is the last one, too; the others have none
 
 constexpr int TOKENS = 16;  // of a step
 template <typename E, int D> using StepTile = Tile<E, D, D, TOKENS>;

@@ -17,7 +17,7 @@ template <typename X, typename S> struct Args {
   const float* removal;
   const float* replacement;
   const float* bonus;
-  const float* weight;
+  const float* weight;  // and bias, eps: of the group norm
   const float* bias;
   S* state;
   const i64* slots;  // or null: sequence b has state b
