@@ -53,30 +53,27 @@ template <typename T> struct Split {
   }
 };
 
-// Three bfloat16 numbers; two neighbours a word.
-template <> struct Split<bf16> {
-  static constexpr int EACH = Lane<bf16>::EACH, TERMS = 3, WORDS = EACH / 2, SUMS = 2;
+// What weights have in common whose words are multiplied as they are: 16 bytes of terms by 16 bytes of each row.
+template <typename T> struct PackedSplit {
+  static constexpr int EACH = Lane<T>::EACH, WORDS = 4, SUMS = 2;
 
-  static __device__ __forceinline__ void multiply(float (&sums)[SUMS][4], const uint4& upper, const uint4& lower,
-                                                  const u32 (&x)[WORDS]) {
+  static __device__ __forceinline__ void multiply(typename Sum<T>::Type (&sums)[SUMS][4], const uint4& upper,
+                                                  const uint4& lower, const u32 (&x)[WORDS]) {
     const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
     const u32 x_first[2] = {x[0], x[1]}, x_second[2] = {x[2], x[3]};
-    mma_m16n8k16(sums[0], first, x_first, bf16{});
-    mma_m16n8k16(sums[1], second, x_second, bf16{});
+    if constexpr (sizeof(T) == 1) mma_i8(sums[0], first, x_first), mma_i8(sums[1], second, x_second);
+    else mma_m16n8k16(sums[0], first, x_first, T{}), mma_m16n8k16(sums[1], second, x_second, T{});
   }
 };
 
-// For int8 weights: four digits of base 256, the lowest first, of a number of 31 bits; four neighbours a word.
-template <> struct Split<i8> {
-  static constexpr int EACH = Lane<i8>::EACH, TERMS = 4, WORDS = EACH / 4, SUMS = 2;
+// Three bfloat16 numbers; two neighbours a word.
+template <> struct Split<bf16> : PackedSplit<bf16> {
+  static constexpr int TERMS = 3;
+};
 
-  static __device__ __forceinline__ void multiply(i32 (&sums)[SUMS][4], const uint4& upper, const uint4& lower,
-                                                  const u32 (&x)[WORDS]) {
-    const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
-    const u32 x_first[2] = {x[0], x[1]}, x_second[2] = {x[2], x[3]};
-    mma_i8(sums[0], first, x_first);
-    mma_i8(sums[1], second, x_second);
-  }
+// For int8 weights: four digits of base 256, the lowest first, of a number of 31 bits; four neighbours a word.
+template <> struct Split<i8> : PackedSplit<i8> {
+  static constexpr int TERMS = 4;
 
   // Digits from -128 to 127 of the integers nearest to four numbers x times `times`, the inverse of their unit:
   // words[d] has the d-th digit of each, the lowest first. of_number: the four digits of one integer, a byte each;
