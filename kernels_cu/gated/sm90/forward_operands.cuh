@@ -36,8 +36,8 @@
 //                  numbers; store_if(x, ..): stores if x, without a branch
 //   in_tile        the address of a sub-chunk's row 0 in a tile of operands, at which put_key and put_state_query store
 //                  row i. put_state_query stores T, or tf32 if T is float16
-//   RowScales      the scales of rows, powers of 2 (forward_scales.cuh): scale_of(i), of row i. NoScales: without.
-//                  SCALED<Scales>: whether Scales are RowScales
+//   RowScales      the scales of rows, powers of 2 (forward_scales.cuh): scale_of(i), of row i. NoScales: without,
+//                  SCALES is false
 //   direct         DirectProducts, the products of undecayed rows, in 8 steps: load(step) reads rows, then
 //                  multiply_step(step) multiplies them
 #include "read_order.cuh"
@@ -65,7 +65,7 @@ template <typename B> __device__ __forceinline__ uint2 packed(const float (&x)[4
 template <typename T, typename B, class Scales>
 __device__ __forceinline__ uint2 border_operand(bool undecayed, uint2 loaded, const float (&x)[4], const Scales& scales,
                                                 int i) {
-  if constexpr (SCALED<Scales>) {
+  if constexpr (Scales::SCALES) {
     const float scale = scales.scale_of(i), y[4] = {x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale};
     return packed<B>(y);
   }

@@ -44,8 +44,8 @@
 //   send_vote      and wait_for_votes: votes of the cluster's two blocks. make_tokens: makes a chunk token by token,
 //                  and starts copying the next chunk's inputs
 // From forward_scales.cuh
-//   scales_of      <SCALE>(rows, coord, above_limit): NoScales, or if SCALE the RowScales of `rows`: 1 for a row that
-//                  float16 holds, if no gate is above LIMIT
+//   RowScales      (rows, coord, above_limit): the scales of rows, 1 for a row that float16 holds, if no gate is above
+//                  LIMIT; NoScales: none
 //   put_undo       stores the inverses of the scales for make_scores
 //   fetch_again    waits for the copies of the next chunk's inputs, then copies this chunk's once more and waits for
 //                  them
@@ -241,7 +241,8 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   if (job.partial()) clear_keys(s.inputs[coord.group], coord.first_row, job.partial(), coord.channel);
   constexpr int WARPS = Coord::THREADS / 32, N = ScoreShare<WARPS>::N;
   constexpr bool BEFORE = Order::reads_before_write;
-  const auto k_scales = scales_of<SCALES_ROWS>(in.k, coord, above_limit);
+  using Scales = Select<SCALES_ROWS, RowScales<BK>, NoScales>;
+  const Scales k_scales(in.k, coord, above_limit);
   put_keys<HAS_OUTPUTS, T>(s.operands.k[job.stage][job.rank], score_operands, in.k, a, coord, neighbour_decay,
                            later_decay, k_scales);
   float earlier_decay[GATES];  // over all sub-chunks before this one
@@ -254,7 +255,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     if (BEFORE) unpack(u, &s.u[coord.channel]);
     const int lane = u32(coord.thread) % 32, warp = u32(coord.thread) / 32;
     __syncwarp();  // zeros that other lanes stored to keys after the sequence's end are visible
-    const auto q_scales = scales_of<SCALES_ROWS>(in.q, coord, above_limit);
+    const Scales q_scales(in.q, coord, above_limit);
     if constexpr (SCALES_ROWS) put_undo(score_operands, coord, q_scales, k_scales);
     constexpr bool CHECKS_RANGE = BORDER_IS_NARROWER<Schedule, T> && !SCALES_ROWS;
     DirectProducts<BEFORE, CHECKS_RANGE, N, T, BK> direct(in.q, in.k, warp * N, lane);

@@ -27,6 +27,7 @@ __device__ __forceinline__ u32 largest_of(u32 two) { return max(two & 0x7fff, tw
 // `grows`, that is, has log gates above 1/8. Each lane holds the scale of row lane % 8 and 1 / scale. All lanes of a
 // warp must call this, and scale_of.
 template <int BK> struct RowScales {
+  static constexpr bool SCALES = true;
   static constexpr int LANES = ProducerCoord<BK>::LANES;
   float scale, undo;  // undo: 1 / scale
   int first_lane;     // of the LANES that share the sub-chunk
@@ -51,17 +52,10 @@ template <int BK> struct RowScales {
   __device__ __forceinline__ float scale_of(int i) const { return __shfl_sync(0xffffffffu, scale, first_lane + i); }
 };
 // For rows that are not scaled.
-struct NoScales {};
-
-template <class Scales> constexpr bool SCALED = true;
-template <> constexpr bool SCALED<NoScales> = false;
-
-// RowScales of a chunk's queries or keys if SCALE, else NoScales.
-template <bool SCALE, typename T, int BK>
-__device__ __forceinline__ auto scales_of(const T (&rows)[CHUNK][BK], const ProducerCoord<BK>& coord, bool grows) {
-  if constexpr (SCALE) return RowScales<BK>(rows, coord, grows);
-  else return NoScales{};
-}
+struct NoScales {
+  static constexpr bool SCALES = false;
+  template <class Rows, class Coord> __device__ __forceinline__ NoScales(const Rows&, const Coord&, bool) {}
+};
 
 // Stores 1 / scale of this lane's query and key, row i of its sub-chunk, beside each of their operands at borders. A
 // query of sub-chunks 1 to 3 is stored for the border before its sub-chunk (near_queries_row), a key of sub-chunks 0 to
