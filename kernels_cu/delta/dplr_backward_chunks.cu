@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
 
   const int warp = threadIdx.x >> 5;
   using Arguments = Args<T, G>;
-  static_assert(__builtin_offsetof(Arguments, b) == 3 * sizeof args.q, "q, a, k and b follow each other");
-  static_assert(__builtin_offsetof(Arguments, u) == 7 * sizeof args.q, "and then do, du, v and u");
+  static_assert(OFFSET_OF(Arguments, b) == 3 * sizeof args.q, "q, a, k and b follow each other");
+  static_assert(OFFSET_OF(Arguments, u) == 7 * sizeof args.q, "and then do, du, v and u");
   fetch_columns(s, args, tile, 0);
   const auto& x = (&args.q)[warp];
   fetch_rows(s.tokens[warp], x.row(tile.b, tile.h, tile.span.start) + tile.first, x.token_stride, tile.rows,

@@ -45,8 +45,9 @@ struct OperandLane {
 // Issues d = [q; k] k^T, a product [64, 32]: rows of queries, then of keys. A step sums over 16 channels, 32 bytes of
 // each row. K_MAJOR: the right tile has a row for each column of d.
 template <class Stage> __device__ __forceinline__ void start_scores(Values& d, Stage& in) {
-  // A stage begins with queries_keys. So the offset of the first panel's keys in the stage is also their distance from
-  // the panel's queries, in every panel. (As a constant, it costs registers in scalar_backward_tokens.cu.)
+  // The offset of the first panel's keys in the stage is also their distance from the panel's queries, in every panel.
+  // (As a constant, it costs registers in scalar_backward_tokens.cu.)
+  static_assert(OFFSET_OF(Stage, queries_keys) == 0);
   const u64 descriptor = stage_descriptor(in);
 #pragma unroll
   for (int step = 0; step < 4 * int(sizeof in.queries_keys / sizeof in.queries_keys[0]); ++step) {
