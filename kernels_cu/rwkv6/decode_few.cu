@@ -100,9 +100,10 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
     else time_mix(layer);
   }
 
+  static constexpr int PASS = 16;  // rows of a low rank's second matrix that a thread loads at a time
+
   // Loads a thread's weights of a second matrix of low rank, of which it has a channel and every `splits`-th row: PASS
   // of these rows, from row `first` on. up: its channel of row 0; rows: the rows that exist.
-  template <int PASS>
   __device__ __forceinline__ void load_rows(Up (&weight)[PASS], const Up* up, int first, int splits, int rows) const {
 #pragma unroll
     for (int i = 0; i < PASS; ++i)
@@ -110,8 +111,7 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
   }
 
   // The sum of this thread's terms of a product low up, of a channel and every `splits`-th row from `split` on, below
-  // `rows`; low is in shared memory. `weight` has the first of these rows of `up`.
-  template <int PASS>
+  // `rows`; low is in shared memory. `weight` has the first PASS of these rows of `up`.
   __device__ __forceinline__ float sum_of_rows(Up (&weight)[PASS], const Up* up, int split, int splits, int rows,
                                                const float* low) const {
     float sum = 0.f;
@@ -124,14 +124,12 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
     return sum;
   }
 
-  // This thread's channel of a head, without its gate.
+  // This thread's channel of a head. Its gate is 1: OUTPUT multiplies y by the gates.
   __device__ __forceinline__ ChannelOfHead channel_of_head(i64 layer, int of_head) const {
     const i64 head = layer * D + of_head;
-    return {args.decay[head + tid], 0.f, args.ln_x[2 * layer * D + of_head + tid],
+    return {args.decay[head + tid], 1.f, args.ln_x[2 * layer * D + of_head + tid],
             args.ln_x[(2 * layer + 1) * D + of_head + tid]};
   }
-
-  static constexpr int PASS = 16;  // rows of a low rank's second matrix that a thread loads at a time
 
   // The phase MIX: computes `mixed`. A unit is 128 channels of one of the five mixes c (w k v r g); a thread has a
   // channel, and every SPLITS-th row of its matrix `up`.
@@ -187,7 +185,6 @@ template <typename T, typename S, int STAGES> struct DecodeFew : DecodeLayers<De
       float u = 0.f;
       if (tid < N) {
         own = channel_of_head(layer, at);
-        own.gate = 1.f;  // the next phase multiplies y by the gate
         u = args.bonus[layer * D + at + tid];
       }
       const StatePart part(state, N, tid, HOLDS_ROWS);

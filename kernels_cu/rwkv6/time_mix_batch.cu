@@ -2,8 +2,9 @@
 //           once, and its first part is loaded before the previous kernel has ended.
 // math      w = exp(-exp(decay_base + tanh(decay_low) decay_up));  o = r^T (S + diag(bonus) k v^T)
 //           S = diag(w) S + k v^T;  y = GroupNorm_H(o) silu(gate)
-// shapes    time_mix_arguments.cuh, with N = 64. The P parts of k, v, r or gate are 4 B H N numbers apart: a part has
-//           all four arrays
+// shapes    k v r gate [B, H, N], each the sum of P parts, which are 4 B H N numbers apart: a part has all four arrays.
+//           decay_low [P, B, W], of rank W, is such a sum, too; y [TERMS, B, H, N], decay_up [W, H, N], decay_base
+//           bonus weight bias [H, N], state [pool, H, N, N], slots [B] or null, where b has state b; N = 64
 // grid      a block for every (head, SEQUENCES), heads slowest; a warp a sequence: a lane has four columns of the
 //           state and every second channel
 // smem      Shared, then tanh(decay_low) of each warp, then decay_up of a head

@@ -1,7 +1,8 @@
 // what      The time mix of one token: decay, state, group norm, gate; each state is read and written once.
 // math      w = exp(-exp(decay_base + tanh(decay_low) decay_up));  o = r^T (S + diag(bonus) k v^T)
 //           S = diag(w) S + k v^T;  y = GroupNorm_H(o) silu(gate)
-// shapes    time_mix_arguments.cuh, with P = 1
+// shapes    k v r gate y [B, H, N], decay_low [B, W], decay_up [W, H, N], decay_base bonus weight bias [H, N], state
+//           [pool, H, N, N], slots [B] or null
 // grid      a block for every (sequence, head), sequence slowest; 256 threads: four columns of the state and every
 //           (1024 / N)-th channel each
 // smem      TimeMixScratch
