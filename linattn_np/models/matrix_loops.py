@@ -37,8 +37,9 @@ WORDS_OF_INT4 = 8  # 32-bit words of a tile's column in int4
 OFFSETS = [264.0] * WORDS_OF_INT4 + [24.0] * WORDS_OF_INT4
 BLOCK = 32  # columns that share a scale in int4
 CODES = {"bfloat16": 0, "int8": 1, "int4": 2, "float32": 3}
-BFLOAT16, INT8, INT4, FLOAT32 = CODES.values()
-BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}  # of a tile's column
+INT4, FLOAT32 = CODES["int4"], CODES["float32"]
+BYTES_BY_CODE = (2 * TILE, TILE, TILE // 2, 0)  # of a tile's column; float32 has no tiles
+BYTES = dict(zip(CODES, BYTES_BY_CODE[:-1]))  # {format in tiles: the same}
 # While column k is read, column k + PREFETCHED is prefetched. In bfloat16 the processor does this by itself; in fewer
 # bits its own prefetches come too late.
 PREFETCHED = {"int8": 48, "int4": 96}
@@ -521,7 +522,7 @@ def set_sizes(product):
     elif format != FLOAT32:
         product[PADDED_TOKENS] = (T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE * TOKENS_AT_ONCE
     rows = TILE if format != FLOAT32 else min(TILE, max(1, PART_OF_FLOAT32 // max(1, K)))
-    product[BYTES_OF_INPUT] = 2 * TILE if format == BFLOAT16 else TILE if format == INT8 else TILE // 2  # as in BYTES
+    product[BYTES_OF_INPUT] = BYTES_BY_CODE[format]
     product[TILE_ROWS], product[TILES] = rows, (product[ROWS] + rows - 1) // rows
     product[PARTS] = S * product[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK)
 
