@@ -39,11 +39,11 @@ __device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][C
 // The sum over the four lanes of a channel.
 __device__ __forceinline__ float channel_sum(float x) { return sum_over_lanes<4>(x); }
 
-// Sums each of COUNT values x over the eight lanes with the same lane % 4. Lane g = lane / 4 gets COUNT / 8 of the
-// sums, from number g COUNT / 8 on, as its x[0], x[1] ... In each step two lanes that are LANES apart keep one half
-// each. Recursive, since the compiler unrolls such a loop too late.
+// sum_and_share (lanes.cuh) over the eight lanes with the same lane % 4: lane g = lane / 4 gets COUNT / 8 of the sums,
+// from number g COUNT / 8 on, as its x[0], x[1] ... In each step two lanes that are LANES apart keep one half each;
+// `opaque`: which half is computed again, not held in a register.
 template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void share_sums(float (&x)[N]) {
-  exchange_and_add_halves<COUNT / 2>(x, LANES, opaque(threadIdx.x) & LANES);  // sum_and_share, but no register holds it
+  exchange_and_add_halves<COUNT / 2>(x, LANES, opaque(threadIdx.x) & LANES);
   if constexpr (LANES > 4) share_sums<COUNT / 2, LANES / 2>(x);
 }
 
