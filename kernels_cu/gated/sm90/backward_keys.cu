@@ -175,9 +175,10 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, int ch
 
 // ---- a warpgroup that makes A and dv: a warp has 8 queries of A, and 16 of every 64 columns of dv ------------------
 
-// Computes A, and arrives at `within`; of a chunk without A the caller arrives. Each warp multiplies its sub-chunk's
-// queries and keys, and one block of queries and keys of different sub-chunks. Warps 0 and 2: queries 16 to 31 by 8
-// keys from 0, or 8, on. Warps 1 and 3: the queries of sub-chunk 1, or 3, by the keys of the sub-chunk before.
+// Computes A, and arrives at `within`; of a chunk without A the caller arrives. Scores of sub-chunks whose keys are
+// later than the queries are not stored: the kernel has set them to 0 at its start. Each warp multiplies its
+// sub-chunk's queries and keys, and one block of queries and keys of different sub-chunks. Warps 0 and 2: queries 16 to
+// 31 by 8 keys from 0, or 8, on. Warps 1 and 3: the queries of sub-chunk 1, or 3, by the keys of the sub-chunk before.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
                                        int warp, int lane) {

@@ -4,6 +4,8 @@
 //           keys_within, by8, by16: backward_keys_storage.cuh. All lanes of a warp multiply together, and by
 //           multiply_rows all threads of a warpgroup. Queries and keys "within sub-chunks" are those times their decays
 //           from the middle of their sub-chunk, for pairs in one sub-chunk
+// barriers  none: between put_within, put_across, put_state and the products that read what they store, callers have
+//           the mbarrier `operands` and, for wgmma, a fence_proxy_async
 // limits    sm_90a; T of bfloat16, float16
 //
 // From the includes:

@@ -221,7 +221,8 @@ __device__ __forceinline__ void undo_scales(Sums& scores, const ScoreOperands<tr
   }
 }
 
-// Computes a warp's share of the scores, and stores it in A, times `scale`. SCALED: rows have scales
+// Computes a warp's share of the scores, and stores it in A, times `scale`. Scores of sub-chunks whose keys are later
+// than the queries are not stored: forward.cu has set them to 0. SCALED: rows have scales
 // (forward_scales.cuh), whose inverses are undo_q and undo_k of score_operands.rows. direct: the scores of the warp's
 // DirectProducts; self_scores: in RWKV-6, this lane's part, of its 4 channels, of q_i . u k_i of its sub-chunk's
 // tokens; flip: see Operands (forward_storage.cuh).

@@ -95,9 +95,9 @@ __device__ __forceinline__ void sum_gates_of_chunks(Shared<Pass, BK, BV>& s, con
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
 // Stores a warp's scores A_ij = scale D_ij q_i . k_j, from the products of queries and keys. Scores of later keys
-// (BACKWARDS: earlier keys) are 0. SEPARATE_SELF: a token's score with itself goes to gates.self_scores, and is 0 in A.
-// All warps run the same code, and so compute some scores that are then replaced by 0: code for each warp would be four
-// times as large.
+// (BACKWARDS: earlier keys) are 0; those in the other half of the chunk `initialise` has set to 0. SEPARATE_SELF: a
+// token's score with itself goes to gates.self_scores, and is 0 in A. All warps run the same code, and so compute some
+// scores that are then replaced by 0: code for each warp would be four times as large.
 template <bool BACKWARDS, bool SEPARATE_SELF>
 __device__ __forceinline__ void store_scores(bf16 (&A)[CHUNK][64], float (&products)[CHUNK / 2], float scale,
                                              Gates& gates, int warp) {
