@@ -19,7 +19,7 @@ from ...backends.cupy.plan import FLOAT32
 from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm, affine
 from ..single_process import WHOLE
 from .grad import layer_norm
-from .version import GROUP_NORM_EPS, LAYER_NORM_EPS, output_scale
+from .version import LAYER_NORM_EPS, output_scale
 
 
 def loss(version, mix_classes, weights, tokens, products, dropout, recompute=False, cut=WHOLE):
@@ -289,11 +289,12 @@ class TrainingStep:
         self.run_kernel(kernel, self.blocks_for(kernel), low=low, decay=decay, w=w, count=low.size)
         return w
 
-    def gated_norm(self, o, gate, norm, N):
-        """The group norm of o over each head of N channels, times silu(gate)."""
-        y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.dtype, N, BONUS=False), self.D // N
-        arrays, rows = {"o": o, "gate": gate, "y": y, **affine(norm)}, self.tokens * heads
-        eps = GROUP_NORM_EPS * self.scale**2  # o has the factor `scale`, which the norm removes
+    def gated_norm(self, o, gate, norm, eps, N, bonus=()):
+        """The group norm of o over each head of N channels, times silu(gate); or with `bonus`, the arrays (r, key, v,
+        weights of the bonus), (GroupNorm(o) + (sum r key weights) v) gate, the sum over a head."""
+        y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.dtype, N, BONUS=bool(bonus)), self.D // N
+        arrays = {"o": o, "gate": gate, "y": y, **affine(norm), **dict(zip(("r", "k", "v", "bonus"), bonus))}
+        rows = self.tokens * heads
         self.run_kernel(kernel, kernel.blocks(self.tokens, heads), **arrays, rows=rows, H=heads, N=N, eps=eps)
         return y
 
@@ -378,27 +379,22 @@ class TrainingStep:
         self.sum(parts, out)
         return dlow
 
-    def gated_norm_backward(self, dy, o, gate, norm, N, out):
-        """The pullback of `gated_norm`: the gradients of o and gate; those of the norm's weights go to `out`."""
+    def gated_norm_backward(self, dy, o, gate, norm, eps, N, norm_out, bonus=(), bonus_out=None):
+        """The pullback of `gated_norm`: (the gradient of o, that of the gate, scores). The gradients of the norm's
+        weights go to `norm_out`, those of the bonus's to `bonus_out`.
+
+        scores : with `bonus` [tokens, heads, 2]: the sum r key weights over a head, and its gradient, in float32, of
+            which `KeysBackward` makes the gradients of r, key and v; else None
+        """
         do, dgate, heads = self.empty(*o.shape), self.empty(*o.shape), self.D // N
-        kernel = kernels.GatedNormBackward.fitting(self.dtype, N, BONUS=False)
+        kernel = kernels.GatedNormBackward.fitting(self.dtype, N, BONUS=bool(bonus))
         parts = self.partial_sums(kernel, kernel.parameters, heads)
-        self.run_kernel(
-            kernel,
-            kernel.blocks(len(parts) * heads),
-            dy=dy,
-            o=o,
-            gate=gate,
-            **affine(norm),
-            do_=do,
-            dgate=dgate,
-            parts=parts,
-            H=heads,
-            N=N,
-            eps=GROUP_NORM_EPS * self.scale**2,
-        )
-        self.sum(parts, out)
-        return do, dgate
+        scores = self.empty(self.tokens, heads, 2, dtype=FLOAT32) if bonus else None
+        arrays = {"dy": dy, "o": o, "gate": gate, **affine(norm), **dict(zip(("r", "key", "v", "bonus"), bonus))}
+        arrays |= {"do_": do, "dgate": dgate, "scores": scores, "parts": parts}
+        self.run_kernel(kernel, kernel.blocks(len(parts) * heads), **arrays, H=heads, N=N, eps=eps)
+        self.sum(parts, norm_out, bonus_out)
+        return do, dgate, scores
 
     # -- tokens shared with other ranks --
     def tokens_at(self, position, x):

@@ -15,6 +15,7 @@ from ...ops.functions import rwkv6
 from ..rwkv import cuda_grad
 from ..rwkv.cuda_grad import Change, InputGradients, Mix
 from ..rwkv.grad import vjp_from_start
+from ..rwkv.version import GROUP_NORM_EPS
 from .names import VERSION
 
 
@@ -43,14 +44,14 @@ class TimeMix(Mix):
         r, k, v, w = (array.reshape(heads) for array in (r, k, v, self.w))
         o, self.pull_recurrence = vjp_from_start(step.cut, layer, rwkv6, r, k, v, w, layer.bonus, scale=step.scale)
         self.o = o.reshape(step.tokens, -1)
-        self.y = step.gated_norm(self.o, self.gate, layer.ln_x, layer.bonus.shape[1])
+        self.y = step.gated_norm(*self.norm_arguments())
         return Change("Added", step.product(self.y, layer.output), site=site)
 
     def pull(self, dchange, grads):
         step, layer = self.step, self.layer
         (dchange,) = dchange
         dy = step.product_backward(dchange, self.y, layer.output, grads.output)
-        do, dgate = step.gated_norm_backward(dy, self.o, self.gate, layer.ln_x, layer.bonus.shape[1], grads.ln_x)
+        do, dgate, _ = step.gated_norm_backward(dy, *self.norm_arguments(), grads.ln_x)
         dr, dk, dv, dw, du = self.pull_recurrence(do.reshape(-1, step.context, *layer.bonus.shape), grads)
         grads.bonus[...] = du
         dr, dk, dv, dw = (array.reshape(step.tokens, -1) for array in (dr, dk, dv, dw))
@@ -69,6 +70,11 @@ class TimeMix(Mix):
         step.activation_backward("Tanh", dlow, self.low)
         dmixed_x = step.product_backward(dlow, self.mixed_x, layer.maa_down, grads.maa_down)
         return InputGradients(dxx, dd, dmixed_x, layer.maa_x, grads.maa_x, self.previous_xx)
+
+    def norm_arguments(self):
+        """The arguments of `TrainingStep.gated_norm`; o has the factor `step.scale`, which the norm removes."""
+        eps = GROUP_NORM_EPS * self.step.scale**2
+        return self.o, self.gate, self.layer.ln_x, eps, self.layer.bonus.shape[1]
 
 
 class ChannelMix(Mix):

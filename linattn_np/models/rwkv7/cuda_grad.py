@@ -18,7 +18,6 @@ from itertools import accumulate
 from ...backends.cupy import rwkv6_training_kernels as kernels
 from ...backends.cupy.arithmetic import ceil_div
 from ...backends.cupy.plan import FLOAT32
-from ...backends.cupy.rwkv6_model_kernels import GatedNorm, affine
 from ...ops.functions import rwkv7
 from ..rwkv import cuda_grad
 from ..rwkv.cuda_grad import Change, InputGradients, Mix, transposed
@@ -86,13 +85,15 @@ class TimeMix(Mix):
         # From a trained initial state, `layer.start`, if there is one. cut: how ranks share the tokens of sequences.
         o, self.pull_recurrence = vjp_from_start(step.cut, layer, rwkv7, *arrays, scale=1.0)
         self.o = o.reshape(step.tokens, step.D)
-        self.gated = self.gated_norm()
+        self.gated = step.gated_norm(*self.norm_arguments(), bonus=self.bonus_arguments())
         return Change("Added", step.product(self.gated, layer.output), site=site)
 
     def pull(self, dchange, grads):
         step, layer, (dchange,) = self.step, self.layer, dchange
         dgated = step.product_backward(dchange, self.gated, layer.output, grads.output)
-        do, dgate, scores = self.gated_norm_backward(dgated, grads)
+        do, dgate, scores = step.gated_norm_backward(
+            dgated, *self.norm_arguments(), grads.ln_x, self.bonus_arguments(), grads.bonus
+        )
         pulled = self.pull_recurrence(do.reshape(-1, step.context, self.H, self.N), grads)
         pulled = [gradient.reshape(step.tokens, step.D) for gradient in pulled]
         dhigh = {GATE: dgate}  # the gradients of `high`, by group
@@ -190,7 +191,7 @@ class TimeMix(Mix):
     def recurrence_arguments_backward(self, dgated, scores, pulled, dhigh, grads):
         """The gradients of k, v and r [3, tokens, D]; those of `high` are written to `dhigh`, but for the gate's.
 
-        dgated, scores : what `gated_norm_backward` takes and returns, for the gradients through the bonus
+        dgated, scores : what `step.gated_norm_backward` takes and returns, for the gradients through the bonus
         pulled : the gradients of r, w, key, mixed_v, a and b through the recurrence
         dhigh : {group: its array, or stack of two}; that of "gate" is not used
         """
@@ -242,32 +243,13 @@ class TimeMix(Mix):
         step.layers_pulled += 1
         return step.first_v_gradients[step.layers_pulled - 1]
 
-    def gated_norm(self):
-        """(GroupNorm(o) + (sum r key bonus) v) gate, the sum over a head."""
-        step, kernel = self.step, GatedNorm.fitting(self.step.dtype, self.N, BONUS=True)
-        y = step.empty(*self.o.shape)
-        arrays = {"r": self.r, "k": self.key, "v": self.mixed_v, "bonus": self.layer.bonus, "y": y}
-        blocks, rows = kernel.blocks(step.tokens, self.H), step.tokens * self.H
-        self.run_kernel(kernel, blocks, rows=rows, **arrays, **self.norm_arguments())
-        return y
-
-    def gated_norm_backward(self, dy, grads):
-        """(The gradient of o, that of the gate, scores): scores [tokens, H, 2] are the sum r key bonus over a head, and
-        its gradient, in float32."""
-        step, kernel = self.step, kernels.GatedNormBackward.fitting(self.step.dtype, self.N, BONUS=True)
-        do, dgate = step.empty(*dy.shape), step.empty(*dy.shape)
-        parts = step.partial_sums(kernel, kernel.parameters, self.H)
-        scores = step.empty(step.tokens, self.H, 2, dtype=FLOAT32)
-        arrays = {"dy": dy, "r": self.r, "key": self.key, "v": self.mixed_v, "bonus": self.layer.bonus}
-        results = {"do_": do, "dgate": dgate, "scores": scores, "parts": parts}
-        blocks = kernel.blocks(len(parts) * self.H)
-        self.run_kernel(kernel, blocks, **arrays, **results, **self.norm_arguments())
-        step.sum(parts, grads.ln_x, grads.bonus)
-        return do, dgate, scores
-
     def norm_arguments(self):
-        """The arguments that `gated_norm` and its pullback share."""
-        return {"o": self.o, "gate": self.high["gate"], **affine(self.layer.ln_x), "eps": GROUP_NORM_EPS}
+        """The arguments of `TrainingStep.gated_norm`: o, gate, norm, eps and N."""
+        return self.o, self.high["gate"], self.layer.ln_x, GROUP_NORM_EPS, self.N
+
+    def bonus_arguments(self):
+        """Its `bonus`."""
+        return self.r, self.key, self.mixed_v, self.layer.bonus
 
     def keys(self):
         """The argument `kernels.KEYS`: one struct of addresses, null where the layer has no such array."""
