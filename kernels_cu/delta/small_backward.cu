@@ -50,7 +50,7 @@
 //     `to`, where its last one goes, null for nowhere: dh0, or, without OUTPUTS, in `starts`. The walk's first segment
 //     starts from dht, with OUTPUTS others from `starts`. If the last argument is true, the walk's first segment has
 //     all tokens and is its last one, too; the others have none
-//   exchange_and_add_halves: a step of sums over lanes, of which each lane keeps a half
+//   sum_and_share: sums several numbers over lanes, of which each keeps as many
 
 constexpr int BLOCK = 4;  // a lane has BLOCK channels of BLOCK columns
 using State = float[BLOCK][BLOCK];
@@ -115,16 +115,8 @@ template <int D, int N> __device__ __forceinline__ void sum_over_channels(float 
 #pragma unroll
     for (int n = 0; n < N; ++n) x[n] += __shfl_xor_sync(0xffffffffu, x[n], distance);
 }
-// Sums numbers x of a lane's channels over the lanes that have other columns of these; each lane keeps OWN<D> of the
-// sums: those of channels OWN<D> (lane % ACROSS<D>) and on, as x[0], ...
+// How many sums over columns a lane keeps: those of channels OWN<D> (lane % ACROSS<D>) and on.
 template <int D> constexpr int OWN = BLOCK / ACROSS<D>;
-template <int D, int DISTANCE = ACROSS<D> / 2>
-__device__ __forceinline__ void sum_over_columns(float (&x)[BLOCK], int lane) {
-  if constexpr (DISTANCE > 0) {
-    exchange_and_add_halves<DISTANCE * OWN<D>>(x, DISTANCE, lane & DISTANCE);
-    sum_over_columns<D, DISTANCE / 2>(x, lane);
-  }
-}
 
 // The launch bounds: the blocks that share a multiprocessor's registers.
 template <class Rule, typename T, typename G, int D, bool OUTPUTS>
@@ -377,7 +369,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
       const int own_channel = channel + OWN<D> * (coord.lane % ACROSS<D>);
       const auto put_sums = [&](auto& tile, float (&x)[BLOCK], float* row = nullptr) {
         float own[OWN<D>];
-        sum_over_columns<D>(x, coord.lane);
+        sum_and_share<BLOCK, ACROSS<D> / 2, 1>(x);
 #pragma unroll
         for (int n = 0; n < OWN<D>; ++n) own[n] = x[n];
         if (!row) return tile.put(own, i, coord.head, own_channel);

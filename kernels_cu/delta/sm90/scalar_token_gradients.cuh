@@ -25,7 +25,8 @@
 //   left_operand_offset, right_operand_offset: a lane's byte offset in a panel for ldmatrix and stmatrix of the matrix
 //     [16, 16] at (0, 0), shifted_offset: of the one at (row, column); at_byte_offset(array, offset): the address there
 //   wgmma_fence_operand(d): d is not read before it. k_major_tile: wgmma's descriptor of rows of 64 numbers
-//   sum_of_lower_lanes, sum_of_this_and_higher_lanes: of x over the warp's lanes, which are tokens here
+//   sum_of_lower_lanes, sum_of_this_and_higher_lanes: of x over the warp's lanes, which are tokens here; sum_and_share:
+//     sums several numbers over lanes, of which each keeps one
 //   WorkTile: the block's sequence, head and tokens
 
 // A chunk of q and k, and its matrices. Those in a union have the same place, one after the other in time: Z overwrites
@@ -64,20 +65,6 @@ struct GradientLane : OperandLane {
   // Byte offsets for ldmatrix: of right operands; of the warp's 16 of the 64 rows of queries and keys.
   int right_offset = right_operand_offset(lane), own_offset = shifted_offset(left_offset, 16 * warp, 0);
 };
-
-// Adds each x[n] over the 8 lanes that have the same lane % 4. Lane l returns the sum of x[l / 4].
-__device__ __forceinline__ float sum_of_rows(float (&x)[8], int lane) {
-#pragma unroll
-  for (int count = 4; count; count /= 2) {
-    const bool upper = lane & 4 * count;
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + count], 4 * count);
-      x[i] = (upper ? x[i + count] : x[i]) + other;
-    }
-  }
-  return x[0];
-}
 
 // Calls f(i, x, h) for pairs of this lane's numbers of d [64 rows, 64 channels], a product of the warpgroup: d[i] and
 // d[i + 1], of row lane / 4 + 8 h of the warp's 16 rows; x: the same two numbers of `panel`. offset:
@@ -141,9 +128,9 @@ __device__ __forceinline__ void store_pairs(Memory& s, int stage, const Values& 
     }
   }
   store_split<T, 2>(has_keys ? in.dkk : in.dqk, shifted_offset(at.left_offset, at.first_row, 0), pair_gradients);
-  const int token = g / 2 * 8 + 2 * t + g % 2;  // the one whose sums sum_of_rows returns to this lane
-  s.pair_terms[at.warp][token] = sum_of_rows(pair_terms, lane);
-  s.beta_terms[at.warp][token] = sum_of_rows(beta_terms, lane);
+  sum_and_share<8, 16, 4>(pair_terms), sum_and_share<8, 16, 4>(beta_terms);  // over the lanes of equal t: by g
+  const int token = g / 2 * 8 + 2 * t + g % 2;                               // the one whose sums this lane has
+  s.pair_terms[at.warp][token] = pair_terms[0], s.beta_terms[at.warp][token] = beta_terms[0];
 }
 
 // Stores dbeta (warp 0) and dg (warp 1) of a chunk.
