@@ -30,31 +30,31 @@ class RWKV6(Model):
     device : "cpu" or "cuda"
         Where the weights, and with them every array of the model, live: NumPy or CuPy.
     dtype : "float32", "bfloat16", "int8" or "int4" on the CPU; float32, float16, bfloat16 or int8 on CUDA
-        Of the matrices on `device`; norms, mixes and decays are float32, and so is every sum. By default
-        that of `weights` if they are in fewer bits than 32, as decoding takes as long as the matrices take to be read
-        and a wider copy holds nothing more; else float32, as rounding them is the caller's to decide. A default of
-        float16 becomes float32 on the CPU, as bfloat16 does without Numba, which all but float32 need there.
+        Of the matrices on `device`; norms, mixes, decays and sums are float32. The default is the dtype of `weights`
+        if it has fewer than 32 bits: decoding takes as long as reading the matrices, and a wider copy has the same
+        numbers. Otherwise the default is float32, and nothing is rounded. On the CPU a default of float16 becomes
+        float32; so does one of bfloat16 without Numba, because all dtypes but float32 need Numba there.
         int8 has a scale for every row of a matrix, int4 one for 32 neighbours in a row; int4 keeps the matrices of
         low rank in int8. On CUDA vectors are rounded to the dtype of the half-precision matrix that multiplies them
-        (int8: to bfloat16), but not in steps of up to eight sequences; on the CPU none are. int8 on CUDA needs a
-        Hopper card. Its integers and scales are the CPU's; but the second matrices of low rank are bfloat16, and in
-        prompts, and in steps of more than 128 sequences, integers times scales are rounded to bfloat16.
+        (int8: to bfloat16), but not in steps of up to eight sequences; on the CPU no vectors are rounded. int8 on CUDA
+        needs a Hopper card. Integers and scales are the same as on the CPU; but the second matrices of low rank are
+        bfloat16. In prompts, and in steps of more than 128 sequences, integers times scales are rounded to bfloat16.
     progress : function of (bytes of the weights that are on the device, bytes in all)
         Called while they are loaded.
     state_dtype : float32, on CUDA also bfloat16 or float16
         Of the recurrent state, which is rounded to it after every decoded token, and after every prompt.
     config : mapping
-        What Hugging Face's or fla's `config.json` says of weights with names of theirs: the norms' eps, whether norms
+        The contents of `config.json` beside weights with Hugging Face's or fla's names: the norms' eps, whether norms
         have biases, whether embedding and head are tied. `from_file` reads it.
 
     Raises
     ------
     ContractError
-        A parameter that is missing, of another shape or of another version of RWKV, with what was wanted; a field of
-        `config` that asks for what is not computed; a `dtype` that `device` does not take; on CUDA, sizes beyond the
-        kernels'.
+        A parameter is missing, has another shape or belongs to another version of RWKV; a field of `config` asks for
+        an operation that is not computed; `device` does not take the `dtype`; on CUDA, sizes are beyond the kernels'
+        limits. The text says what was expected.
     NotSupported
-        `device` cannot be had, with the reason; a `dtype` that needs Numba, without it.
+        `device` cannot be used, with the reason; `dtype` needs Numba, which is missing.
 
     Example
     -------

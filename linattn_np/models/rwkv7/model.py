@@ -31,7 +31,7 @@ class RWKV7(Model):
         Any float dtype. All sizes and ranks come from names and shapes. A tuned `time_state` is where sequences start.
     device, dtype, progress, state_dtype : as of `RWKV6`
     config : mapping
-        What fla's `config.json` says of weights with its names; `from_file` reads it.
+        The contents of `config.json` beside weights with fla's names; `from_file` reads it.
 
     Raises
     ------
