@@ -27,8 +27,8 @@
 //           tokens that multiply q and k are each kept as the sum of two T; dS e takes e rounded to T, as dS is. No
 //           division by a decay or by beta
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
-// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; `parts` if args.group > 1, else
-//           dq and dk; tokens and columns past the end are zeros in shared memory
+// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256; `parts` if args.group
+//           > 1, else dq and dk; tokens and columns past the end are zeros in shared memory
 // tests     test_delta_kernels; test_compile (no spills but those that it names)
 #include "cards.cuh"
 #include "delta/backward_storage.cuh"
@@ -37,7 +37,6 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   BT = 32 tokens, TILE = 64; LD: the distance of rows of a float matrix [BT, BT], so that rows are in different banks
-//   single: float32 data as a struct of its own, which chooses functions by its type (operands.cuh)
 //   own_lane(): the lane, computed again at each use, which saves a register
 //   place<COLS>(tile, i, c): the address of number c of row i of a tile; LeftReader, RowsReader and StateReader load
 //     operands of tensor cores

@@ -37,7 +37,8 @@
 // numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients, chunk_states and
 //           state_gradients are rounded to T; errors of residuals are kept as `shapes` says
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
-// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 1
+// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256; BV of 64, 128;
+//           STAGES >= 1
 // tests     test_delta_kernels: test_gradients (BOTH), test_gradients_from_what_a_call_keeps (one direction),
 //           test_segments (without OUTPUTS)
 #include "delta/backward_storage.cuh"
@@ -48,7 +49,6 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row; shape.count: sequences, or segments, of a batch row
 //   BT = 32 tokens, TILE = 64
-//   single: float32 data as a struct of its own, which chooses functions by its type (operands.cuh)
 //   Matrix<T>: [32, 32] numbers, each the sum of NUMBERS numbers of T: 2 of 16 bits, or 1 `single`
 //   State<BK>: a warp's 16 columns of a state; padded(V): V rounded up to a multiple of 64
 //   read_transposed: y += rows S, and, if given o and W, o += W S; read_twice: y[i] += rows[i] S for two i; write_rows:

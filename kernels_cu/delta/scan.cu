@@ -18,16 +18,15 @@
 //           previous chunk has been read; these are two barriers if STAGES is 1
 // numerics  S in float32 accumulators; S and v + Y (TWO_WRITES: Y) are rounded to T for products
 // source    Yang et al., 2024 (2412.06464), section 3.3
-// limits    T of bfloat16, float16, single; K <= BK; BK of 64, 128, 256; BV of 64, 128; STAGES >= 1
+// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256; BV of 64, 128;
+//           STAGES >= 1
 // tests     test_delta_kernels; test_segments there without OUTPUTS
 #include "delta/chunk.cuh"
 #include "delta/prepared.cuh"
 #include "delta/walk.cuh"
 
 // From the includes:
-//   shape.H: heads of values; shape.NC: chunks of a batch row; shape.count: sequences, or segments, of a batch row
-//   BT = 32 tokens
-//   single: float32 data as a struct of its own, which chooses functions by its type (operands.cuh)
+//   shape.H: heads of values; BT = 32 tokens
 //   State<BK>: a warp's 16 columns of a state
 //   read_transposed: y += rows S; write_rows: S += rows^T x; load_packed: operands x from a tile; pack_tokens: from
 //     sums y; add_packed: y += x; multiply_packed: sums += M x

@@ -2,8 +2,8 @@
 //           token. Every weight is read once.
 // math      phases of a layer, xx = LN(x), old = the previous token's xx, mix(xx) = xx + (old - xx) maa:
 //           low = tanh(down mix_w) | down mix_a | sigmoid(down mix_g) | down mix_v, v k r = W mix(xx) |
-//           y = (group norm of the time mix + bonus) gate. The *openings* are functions of low times second matrices
-//           of low rank: the decay, the learning rate, the gate, and the share of first_v in v |
+//           y = (group norm of the time mix + bonus) gate. The *openings* are functions of low times `up`, second
+//           matrices of low rank: the decay, the learning rate, the gate, and the share of first_v in v |
 //           x += output y | activated = relu(key mix(xx))^2 | x += value activated;
 //           after the last layer: logits = head LN(x)
 // shapes    x [D], logits [V]; weights [L, n, rows, K], rows of a product padded to 16; states [L, P, ...], slots [1]

@@ -63,14 +63,15 @@
 //     null for zeros, and `to`, where its last state goes, null for nowhere. Where states were not finite when
 //     join_segments.cu had joined segments, the walk's first segment has all tokens, and the others have none
 //   Consumer: a lane of a consumer, and its column
-//   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset, right_operand_offset: byte
-//     offsets in it for ldmatrix and stmatrix, shifted_offset: other rows and columns; load_transposed,
-//     store_transposed: the warp's 16 columns of 32 rows
+//   Panel: 32 rows of 128 bytes, swizzled; GradientLane: a lane's rows, and its byte offsets in a panel for ldmatrix
+//     and stmatrix; left_operand_offset: such an offset, shifted_offset: the same of other rows and columns;
+//     load_transposed, store_transposed: the warp's 16 columns of 32 rows
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T times the
 //     chunk's queries or keys; start_state_update: S += Z^T X; start_split_product, start_transposed_split_product:
 //     with a split matrix, or its transpose; decay_state: S times the chunk's decay; make_X: X of `math`
-//   Gates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
-//   make_scores: M; start_scores: products of queries and keys with keys; round_state: S, rounded, as operands
+//   TokenGates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
+//   make_first_scores, make_scores: M; start_scores: products of queries and keys with keys; round_state: S, rounded,
+//     as operands
 //   each_transposed: calls f(number, its address in memory) for this lane's numbers of a state
 //   RingPosition: a chunk's stage, and the parity to wait for; next() is the next chunk's
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; BACKWARD_TOKENS: which of the

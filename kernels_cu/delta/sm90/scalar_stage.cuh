@@ -16,8 +16,8 @@
 //           BACKWARD_SUMMARY  the same, without outputs   B W Z     N             beta E     L
 //           BACKWARD_TOKENS   scalar_backward_tokens.cu   Z X       R             E          beta L
 //           The third and the fourth take chunks from the last to the first. What comments say of BACKWARD_STATES holds
-//           for BACKWARD_SUMMARY, too, which stores nothing but the last state; FORWARD includes SUMMARY where queries
-//           play no part
+//           for BACKWARD_SUMMARY, too, which stores nothing but the last state; what they say of FORWARD holds for
+//           SUMMARY, too, which reads no queries
 // shapes    A kernel's struct of shared memory, `Memory` in the functions, has
 //           - PASS; T, the type of q, k and v; BK and BV, K and V of a block rounded up; STAGES
 //           - stages[STAGES]: Stage, or in BACKWARD_TOKENS a struct with Element, queries_keys, weighted_M, inverse,

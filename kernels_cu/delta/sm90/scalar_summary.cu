@@ -39,8 +39,7 @@
 //   start_of_walk: sets the block's tokens to its segment's, and returns the state that the walk starts from, and where
 //     its last state goes; remembered_chunks: how many of the segment's last chunks remember nothing from before it
 //   Consumer: a lane of a consumer, and its column
-//   Panel: 32 rows of 128 bytes, swizzled; channel_operand_offset, left_operand_offset: byte offsets in it for ldmatrix
-//     and stmatrix; load_transposed, store_transposed: the warp's 16 columns of 32 rows
+//   load_transposed, store_transposed: the warp's 16 columns of 32 rows
 //   stage_descriptor, descriptor_offset: wgmma's descriptors of tiles of a stage; start_state_product: S^T rows;
 //     start_state_update: S += x rows; start_split_product: with a split matrix; decay_state: S times the chunk's
 //     decay; make_X: v less what keys read

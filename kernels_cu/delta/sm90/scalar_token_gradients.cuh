@@ -22,8 +22,9 @@
 // From the includes:
 //   Panel: 32 rows of 128 bytes, swizzled: row r has its 16-byte piece p in the place of piece p ^ r % 8. A split
 //     matrix has rounded elements in columns 0 to 31 and their rounding errors in columns 32 to 63: store_split
-//   left_operand_offset, right_operand_offset: a lane's byte offset in a panel for ldmatrix and stmatrix of the matrix
-//     [16, 16] at (0, 0), shifted_offset: of the one at (row, column); at_byte_offset(array, offset): the address there
+//   OperandLane: `warp` of the warpgroup, `lane`, and left_offset. This and right_operand_offset: a lane's byte offset
+//     in a panel for ldmatrix and stmatrix of the matrix [16, 16] at (0, 0), shifted_offset: of the one at (row,
+//     column); at_byte_offset(array, offset): the address there
 //   wgmma_fence_operand(d): d is not read before it. k_major_tile: wgmma's descriptor of rows of 64 numbers
 //   sum_of_lower_lanes, sum_of_this_and_higher_lanes: of x over the warp's lanes, which are tokens here; sum_and_share:
 //     sums several numbers over lanes, of which each keeps one
