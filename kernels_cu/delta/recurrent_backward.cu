@@ -138,6 +138,7 @@ __device__ __forceinline__ void walk_columns(const Args<T, G>& args, BlockWork w
   const int kept_channels = (K + 3) / 4 * 4;
   const R scale = converted_once<R>(args.scale);
 
+  // ---- states: loads and stores -------------------------------------------------------------------------------------
   R S[LANE_CHANNELS][COLUMNS] = {}, dS[LANE_CHANNELS][COLUMNS] = {};
   // States are copied by way of shared memory, since neighbouring threads then copy neighbouring columns. in_tile: a
   // number there, of the block's columns of a state, swizzled against bank conflicts.
@@ -171,6 +172,7 @@ __device__ __forceinline__ void walk_columns(const Args<T, G>& args, BlockWork w
   load_state(dS, segment.from);
   if (OUTPUTS && !args.kept && args.initial.p) load_state(S, args.initial.row(work.n, work.h, 0));
 
+  // ---- chunks, backwards in time ------------------------------------------------------------------------------------
   TokenGates<Rule, R> next_gates;
   const int chunks = (tokens + TOKENS - 1) / TOKENS;
   const i64 first_chunk = (i64(work.b) * shape.H + work.h) * shape.NC + segment.chunks.start;

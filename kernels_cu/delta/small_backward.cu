@@ -254,6 +254,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
     }
   };
 
+  // ---- forwards in time: stores the state before every step ---------------------------------------------------------
   if (OUTPUTS && longest) {
     State S = {};
     const float* from = args.starts + (work.n * shape.H + work.h) * K * V;
@@ -278,6 +279,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
     __syncwarp();  // all lanes' copies have ended
   }
 
+  // ---- backwards in time: gradients, step after step ----------------------------------------------------------------
   const float scale = converted_once<float>(args.scale);
   State dS = {};  // the gradient of the state before those tokens whose gradients have been computed
   if (segment.from) each_number(dS, [&](float& x, int place) { x = segment.from[place]; });
