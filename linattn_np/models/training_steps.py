@@ -152,7 +152,7 @@ class StepInputs:
         import cupy
 
         count = batch * length
-        self.device = cupy.zeros(count + 4, np.int64)
+        self.device = cupy.zeros(count + 4, np.int64)  # the last two have the bytes of the schedule's four float32
         self.tokens, self.seeds = self.device[:count].reshape(batch, length), self.device[count : count + 2]
         self.schedule = self.device[count + 2 :].view(np.float32)
         self.pinned = [

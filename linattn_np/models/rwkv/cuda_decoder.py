@@ -183,7 +183,8 @@ class CudaDecoder(NotCopied):
         likeliest, brought : the most likely token of the blocks that have brought theirs, and how many have
         """
         shapes |= {"xx": (6, self.sizes["D"]), "y": (self.sizes["D"],), "activated": (self.sizes["F"],)}
-        word = INT64 if self.dtype == FLOAT32 else UINT32  # a word of 4 bytes holds only the epoch's last bit
+        # as `Handed` in rwkv6/decode_tiles.cuh; a word of 4 bytes holds only the epoch's last bit
+        word = INT64 if self.dtype == FLOAT32 else UINT32
         buffers = {name: self.device.zeros(shape, word) for name, shape in shapes.items()}
         blocks = max(self.device.multiprocessors, PHASE_BLOCKS)
         buffers |= {name: self.device.zeros((count,), UINT32) for name, count in (("arrived", blocks), ("brought", 1))}

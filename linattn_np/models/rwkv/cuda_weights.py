@@ -15,7 +15,8 @@ from ..quantised import Stored
 
 FLOAT32 = np.dtype(np.float32)
 SCALES = "_scales"  # ending of the field that has the scales of an int8 matrix
-# Matrices that are (in, out) on the device, as in files: kernels read rows of them. All others are (out, in) there.
+# Matrices that are (in, out) on the device, as in files: kernels read rows of them. All others are (out, in) there. The
+# fields are those of `rwkv6.weights.LAYER`, and of `rwkv7.cuda_decode.STACKS`, by their names.
 AS_STORED = ("embedding", "maa_up", "decay_up", "up")
 
 
@@ -72,8 +73,7 @@ class WeightCopies:
             that kernels may read tiles of this many rows. If numbers of rows differ, all matrices have the largest,
             rounded up
 
-        A parameter that a block does not have is zeros. The last block has all that any block has, and one of `names`
-        or more.
+        A parameter that a block lacks is zeros. The last block must lack none that another block has.
         """
         device, weights = self.device, self.weights
         of_last_block = [weights.get(prefixes[-1] + name) for name in names]

@@ -29,7 +29,9 @@ from .weights import LAYER
 
 # A layer's arrays on the GPU: those of `LAYER` that UNCHANGED names, and STACKS, which the kernels read in place of the
 # others. `down` and `up` are of low rank, `bases` is added to the products with `up`. The first layer has no v0, v1
-# and v2: its v1 and v2 are zeros, and its v0 is -inf, by which the kernels know that layer.
+# and v2: its v1 and v2 are zeros, and its v0 is -inf, by which the kernels know that layer. The orders w a g v and
+# v k r are those of `Opening` in rwkv7/decode_phases.cuh and of `Kind` in rwkv6/openings.cu; `LAYER`, for the CPU and
+# for training, has k before v.
 STACKS = {
     "vkr": linear("att", "value", "key", "receptance"),
     "down": Weight(("att.w1", "att.a1", "att.g1", "att.v1"), matrix=True, inputs_first=True),
