@@ -59,10 +59,9 @@ template <class Stage> __device__ __forceinline__ void start_scores(Values& d, S
 }
 
 // Stores the scores of a chunk, from products = [q; k] k^T: warps 0 and 1 have the rows of A, warps 2 and 3 those of M.
-// A is stored split; BACKWARD_TOKENS stores none. Of M the diagonal blocks [16, 16] are stored in float32, as
-// -diag(beta) M, and M21, which warp 3 has, split where M12 = 0 would be: rounded elements in the 16-bit columns 32 to
-// 47 of rows 0 to 15, their errors in columns 48 to 63. M21 has no beta in FORWARD and SUMMARY: -M21. BACKWARD_TOKENS
-// stores -M diag(beta), of M21, too.
+// A is stored split; BACKWARD_TOKENS stores none. M is stored as weighted_M, by the factors in scalar_inverse.cuh's
+// table: diagonal blocks [16, 16] in float32, and M21, which warp 3 has, split where M12 = 0 would be: rounded elements
+// in the 16-bit columns 32 to 47 of rows 0 to 15, their errors in columns 48 to 63.
 template <class Memory>
 __device__ __forceinline__ void store_scores(Memory& s, const RingPosition<Memory::STAGES>& ring, Values& products,
                                              const OperandLane& at) {

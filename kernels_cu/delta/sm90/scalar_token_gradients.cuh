@@ -62,8 +62,8 @@ struct alignas(16) TokenGates : Gates {
 // A lane of the gradients' warpgroup. Warps 0 and 1 have 16 rows of queries each, warps 2 and 3 (has_keys) of keys.
 struct GradientLane : OperandLane {
   bool has_keys = warp >= 2;
-  int first_row = 16 * (warp & 1), row = first_row + lane / 4;  // of the warp; of the lane, which has `row` and row + 8
-  // Byte offsets for ldmatrix: of right operands; of the warp's 16 of the 64 rows of queries and keys.
+  int first_row = 16 * (warp & 1), row = first_row + lane / 4;  // first_row: the warp's; the lane has `row` and row + 8
+  // Byte offsets for ldmatrix. right_offset: of right operands; own_offset: of the warp's 16 rows of queries or keys.
   int right_offset = right_operand_offset(lane), own_offset = shifted_offset(left_offset, 16 * warp, 0);
 };
 
