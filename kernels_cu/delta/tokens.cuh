@@ -36,11 +36,10 @@ template <typename T, typename G> struct DeltaArgs {
   Shape shape;                                  // H is the number of value heads
   i64 group;                                    // value heads that share a head of queries and keys
   double scale;
-  i64 normalized;  // whether the kernel divides queries and keys by their Euclidean lengths
-  i64 bytes;       // every row starts on, and is a multiple of, this many bytes: 16, 8, 4 or 2
-  FloatOrDouble<T>*
-      starts;  // of segments (segments.cuh), null if no sequence is cut; sequences of `shape` are segments then
-  i64 P;       // segments of a sequence
+  i64 normalized;            // whether the kernel divides queries and keys by their Euclidean lengths
+  i64 bytes;                 // every row starts on, and is a multiple of, this many bytes: 16, 8, 4 or 2
+  FloatOrDouble<T>* starts;  // of segments (segments.cuh); null: no sequence is cut
+  i64 P;                     // segments of a sequence, which are the sequences of `shape`
 };
 
 // A block's work: sequence n, in batch row b; value head h; `columns` columns of V from first_column on; the sequence's
