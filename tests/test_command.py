@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from linattn_np.backends.numpy import cores
 from linattn_np.command import COMMANDS, bench, blas_threads, cards, compare, info, measuring, quantise, terminal, train
 from linattn_np.command.terminal import Parser
 from linattn_np.models import Bytes, austen, devices, example
+from linattn_np.models.training import Settings
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {
@@ -237,6 +239,14 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(t
     monkeypatch.setattr(compare, "measured", None)
     code, _, err = called(capsys, "compare", "--device", "cpu", "--out", tmp_path / "picture.xyz")
     assert code == 2 and "picture.xyz, expected one of the endings " in err
+
+
+def test_the_command_that_continues_a_training_has_every_option():
+    _, parser = terminal.module_and_parser("train", "linattn-np train")
+    elsewhere = {"help", "verbose", "text", "out", "resume", "state", "recompute"}  # flags, and what it always has
+    elsewhere |= {field.name for field in fields(Settings)}  # in the checkpoint
+    own = [action for action in parser._actions if action.dest not in elsewhere]
+    assert {action.option_strings[0].removeprefix("--"): action.default for action in own} == train.OPTION_DEFAULTS
 
 
 def test_a_folder_without_a_training_cannot_be_resumed(tmp_path, capsys):

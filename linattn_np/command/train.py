@@ -52,8 +52,8 @@ FROM_LR = {"model": 1e-4, "adapter": 1e-3, "state": 1e-2}
 SHARES = {"batch": DataParallel, "context": SequenceParallel}
 CHECKPOINT = "training.safetensors"
 CHANGEABLE = ("steps", "minutes", "lr")  # settings that --resume may change
-# All options that are neither settings, which the checkpoint has, nor flags, with their defaults; `resume_command` has
-# those with other values, and the flags that it names.
+# All options that are neither settings, which the checkpoint has, nor flags, with their defaults, as a test compares;
+# `resume_command` has those with other values, and the flags that it names.
 OPTION_DEFAULTS = {
     **{"device": "auto", "dtype": "bfloat16", "share": "batch", "every": 60, "version": None},
     **{"from": None, "lora": None, "alpha": None, "matrices": None, "tokenizer": "auto", "vocab": None},
