@@ -10,9 +10,15 @@ from checkpoint_files import gguf_file, gguf_text
 from linattn_np import NotSupported
 from linattn_np.models import RWKV6, RWKV7, gguf_files, load
 from linattn_np.models.checkpoint import CheckpointError, read
+from linattn_np.models.rwkv import version
 
 gguf = pytest.importorskip("gguf")
 Type = gguf.GGMLQuantizationType
+
+
+def test_the_eps_of_norms_are_those_of_models():
+    wanted = version.LAYER_NORM_EPS, version.GROUP_NORM_EPS, version.NORM_EPS_NAME
+    assert (gguf_files.EPS, gguf_files.GROUP_EPS, gguf_files.EPS_NAME) == wanted
 
 
 def converted(kind, weights):

@@ -42,7 +42,9 @@ LINEAR = ("receptance", "key", "value", "gate", "output")
 MIXES = {"rwkv6": "time_maa_{}", "rwkv7": "x_{}"}  # the official names of the mixes' weights
 MIX_ORDER = {"rwkv6": "wkvrg", "rwkv7": "rwkvag"}  # the order of the mixes in a file's array of all of them
 LOW_RANK = ("w1", "w2", "a1", "a2", "v1", "v2", "g1", "g2", "decay_w1", "decay_w2")
-EPS, GROUP_EPS = 1e-5, 64e-5  # of the layer norms if the file does not say it; of the group norm
+# The eps of the layer norms if the file does not say it, of the group norm, and the name in the result that has both
+# if they are others: those of rwkv/version.py, as a test compares.
+EPS, GROUP_EPS, EPS_NAME = 1e-5, 64e-5, "norm_eps"
 MAX_DIGITS, MAX_HALVINGS = 4, 15  # of a layer's number; of the residual, since 2^15 is in every dtype's range
 
 
@@ -99,7 +101,7 @@ def read(data, path) -> dict[str, np.ndarray]:
     if "head.weight" not in weights and "emb.weight" in weights:  # the head and the embedding are one matrix
         weights["head.weight"] = weights["emb.weight"]
     if numbers.eps != np.float32(EPS):
-        weights["norm_eps"] = np.array([numbers.eps, GROUP_EPS])
+        weights[EPS_NAME] = np.array([numbers.eps, GROUP_EPS])
     return weights
 
 

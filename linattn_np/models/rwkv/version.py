@@ -225,6 +225,6 @@ def output_scale(dtype) -> float:
 
 
 def unit_of_squares(dtype) -> int:
-    """The number by which kernels divide the channel mix's squares in `dtype`: those of numbers from 256 up are beyond
-    float16's range."""
+    """The number by which kernels divide the channel mix's squares in `dtype`, UNIT_OF_SQUARES in include/decode.cuh:
+    squares of numbers from 256 up are beyond float16's range."""
     return 2048 if dtype == np.float16 else 1
