@@ -64,9 +64,9 @@ ENCRYPTED, SIZES_FOLLOW = 1, 8  # bits of `flags`; the latter: the sizes are beh
 def directory(data) -> dict[str, tuple[int, int]]:
     """{name: (first byte, size)} of all entries, as the zip's directory says and the local headers confirm.
 
-    It refuses much that other readers might read differently: the directory and its end records must be the end of the
-    file and agree with each other, names must be unique, entries must not be compressed, and checksums must be right,
-    or 0, as torch writes them if it is told to write none.
+    It refuses files that another reader could read differently. The directory and its end records must end the file,
+    and agree with each other. Names must be unique. Entries must not be compressed. Checksums must be right, or 0: torch
+    can be told to write none.
     """
     count, start, stop = place_of_directory(data)
     entries, checksums, position = {}, {}, start
@@ -128,7 +128,7 @@ def verify_checksums(data, entries, checksums):
     for name, (start, size) in entries.items():
         with memoryview(data) as view, view[start : start + size] as content:
             found = zlib.crc32(content)
-        if checksums[name] not in (found, 0):  # 0: torch can be told to write no checksums
+        if checksums[name] not in (found, 0):  # 0: none, see `directory`
             refuse(f"entry {shown(name)} is damaged, with the checksum {found:#010x}", f"{checksums[name]:#010x}")
 
 

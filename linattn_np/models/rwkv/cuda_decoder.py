@@ -9,9 +9,10 @@ Sizes: L layers, D channels, F channels of the channel mix, H heads of N channel
 
     product     y = x w^T of a stack w [C, M, K] of C matrices with vectors x [terms, C, B, K]
     X, terms    a vector of a product is the sum of `terms` arrays of dtype X
-    parts       arrays whose sum is a product: a kernel may divide the K columns among blocks. P is their number
+    parts       arrays whose sum is a product: a kernel may divide the K columns among blocks. P is the number of
+                parts; in the shape of a state's array P is the number of rows
     added       the parts [P, B, D] of a mix's product, which the next norm adds to the residual x
-    pool        states with more rows than sequences. Of a state's array P is another number, that of rows
+    pool        states with more rows than sequences
     draft       the plan that is being written: the launches of a step in their order; "adds" means to this plan
     fitting     (of a kernel's class) the best instance of its template for the arguments, or None if there is none
 """
