@@ -65,8 +65,8 @@ def directory(data) -> dict[str, tuple[int, int]]:
     """{name: (first byte, size)} of all entries, as the zip's directory says and the local headers confirm.
 
     It refuses files that another reader could read differently. The directory and its end records must end the file,
-    and agree with each other. Names must be unique. Entries must not be compressed. Checksums must be right, or 0: torch
-    can be told to write none.
+    and agree with each other. Names must be unique. Entries must not be compressed. Checksums must be right, or 0:
+    torch can be told to write none.
     """
     count, start, stop = place_of_directory(data)
     entries, checksums, position = {}, {}, start
