@@ -3,8 +3,6 @@
 //           (dy - y (y . dy)) / |x|; |x| is the square root of the sum of squares and 10^-6
 // shapes    parts [tiles, B, H group, T, K]; x dx [B, H, T, K]
 // grid      a warp for every row of K numbers
-// smem      none
-// barriers  none
 // numerics  float32, for float64 data float64; added in the order of tiles, then of heads
 // source    the pullback of a division by the square root of the sum of squares and 10^-6
 // limits    K <= 256

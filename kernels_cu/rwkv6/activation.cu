@@ -2,8 +2,6 @@
 // math      y = relu(x)^2 in units of UNIT_OF_SQUARES<Y> or y = tanh(x)
 // shapes    x y [count]; y may be x
 // grid      a thread for 8 elements; 256 threads
-// smem      none
-// barriers  none
 // numerics  float32, rounded once
 // source    Peng et al., 2024, "Eagle and Finch", section 4
 // limits    x and y start on 16 bytes

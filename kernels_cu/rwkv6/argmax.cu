@@ -5,7 +5,6 @@
 // smem      Shared: the warps' best
 // barriers  one: the warps' best are in shared memory
 // numerics  exact
-// source    none
 // limits    V up to 2^31
 #include "decode.cuh"
 

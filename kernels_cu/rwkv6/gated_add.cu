@@ -2,8 +2,6 @@
 // math      x += sigmoid(gate) value, which comes in units of UNIT_OF_SQUARES<X>
 // shapes    x gate value [count]; gate may be null, where the sigmoid is 1
 // grid      a thread four elements; 256 threads
-// smem      none
-// barriers  none
 // numerics  float32
 // source    Peng et al., 2024, "Eagle and Finch", section 4
 // limits    count a multiple of 4; all start on 16 bytes

@@ -3,8 +3,6 @@
 // shapes    o r k v gate y [T, H, N], weight bias bonus [H, N]; r k v and bonus only with BONUS; y may be o
 // grid      64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring channels; 128 threads. If the
 //           grid does not have all tokens, blocks go on with later ones (LaneOfHead)
-// smem      none
-// barriers  none
 // numerics  float32, rounded once; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 19; Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N a multiple of WIDTH, up to 64 GROUPS; for WIDTH 8 arrays start on 16 bytes

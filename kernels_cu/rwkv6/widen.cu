@@ -2,10 +2,7 @@
 // math      w_ij = scales_i q_ij
 // shapes    q w [M, K], scales [M] float32; count = M K; likewise for several matrices
 // grid      a thread 16 neighbours of a row; 256 threads
-// smem      none
-// barriers  none
 // numerics  rounded once
-// source    none
 // limits    K a multiple of 16; q and w start on 16 bytes
 #include "decode.cuh"
 

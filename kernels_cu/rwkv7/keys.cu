@@ -9,8 +9,6 @@
 //           v stays as it is and is stored in `first`, which the other layers read
 // grid      rwkv7/cuda_prefill.py launches 64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring
 //           channels; 128 threads. If the grid does not have all tokens, blocks go on with later ones (LaneOfHead)
-// smem      none
-// barriers  none
 // numerics  float32, rounded once
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N a multiple of WIDTH, up to 64 GROUPS; for WIDTH 8 arrays start on 16 bytes

@@ -3,8 +3,6 @@
 // math      low_w = tanh(low_w);  low_g = sigmoid(low_g)
 // shapes    low [4, count] in the order w a g v
 // grid      rwkv7/cuda_prefill.py launches a thread for 8 elements, the blocks of w before those of g; 256 threads
-// smem      none
-// barriers  none
 // numerics  float32, rounded once
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    low starts on 16 bytes; fast where count is a multiple of 8

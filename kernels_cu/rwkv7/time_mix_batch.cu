@@ -11,7 +11,6 @@
 // grid      rwkv7/cuda_decode.py launches a block for every (sequence, head), sequence slowest; a warp: a lane has four
 //           columns of the state and every second channel
 // smem      Shared, then [ROWS - HELD, 2, N] numbers of type S: the rows of the state that are not in registers
-// barriers  none
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N = 64. States are read before the previous kernel has ended. So between this launch and the one that last

@@ -11,12 +11,9 @@
 //           H, Tq]
 // grid      softmax.py launches a block for 4 of the 64 tokens of a tile of `works` and for 128 columns, a warp for
 //           each token. Sinks: a block for each head. Merge: a warp for each query
-// smem      none
-// barriers  none
 // numerics  float32, or float64 for float64; the largest score so far is subtracted
 // source    Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax", algorithm 3; Dao et al., 2022,
 //           "FlashAttention", algorithm 4
-// limits    none
 #include "real.cuh"
 #include "softmax_work.cuh"
 

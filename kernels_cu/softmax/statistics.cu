@@ -5,8 +5,6 @@
 //           float32: of every 64 queries of a sequence (a chunk) first L, then delta
 // grid      softmax.py launches a block for every 64 queries (Work in softmax_work.cuh); four threads compute those of
 //           a query
-// smem      none
-// barriers  none
 // numerics  float32; delta is computed from the rounded o. L is infinite, so that weights are 0, after the
 //           sequence's end, where delta is 0, if no key is seen (lse is -infinity), or if |L| is above 2^24
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, line 19

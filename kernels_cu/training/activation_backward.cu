@@ -2,8 +2,6 @@
 // math      dy <- dy F'(x), as a function of y = F(x): F::slope<T>(y), T being the type in which y was stored
 // shapes    dy y [count]
 // grid      rwkv/cuda_grad.py launches a thread for 8 elements; 256 threads
-// smem      none
-// barriers  none
 // numerics  float32, rounded once
 // source    Peng et al., 2024, "Eagle and Finch", section 4
 // limits    dy and y start on 16 bytes

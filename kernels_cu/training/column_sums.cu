@@ -7,8 +7,6 @@
 // smem      Shared: a sum for every thread
 // barriers  one: the sums are in shared memory
 // numerics  float32, always in the same order
-// source    none
-// limits    none
 #include "training.cuh"
 
 constexpr int ROWS = 32, MOST = 6;  // MOST: sums of a launch

@@ -4,8 +4,6 @@
 // shapes    share: of a token's loss in the total, 1 / tokens; logits [tokens, V], losses [tokens], token_ids [tokens /
 //           T, T + 1]
 // grid      rwkv/cuda_grad.py launches a warp a token; 256 threads
-// smem      none
-// barriers  none
 // numerics  float32, the gradient rounded once
 // source    Peng et al., 2024, "Eagle and Finch", section 4
 // limits    wanted ids from 0 to V - 1, and `tokens` a multiple of T: the kernel checks neither

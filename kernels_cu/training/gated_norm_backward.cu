@@ -11,8 +11,6 @@
 // grid      rwkv/cuda_grad.py and rwkv7/cuda_grad.py launch for every (run of tokens_per_block tokens, head), runs
 //           slowest, LANES neighbouring lanes, a lane for eight neighbouring channels; they take the run's tokens one
 //           by one. 128 threads a block
-// smem      none
-// barriers  none
 // numerics  float32, rounded once; the variance from centred values; sums always in the same order
 // source    Peng et al., 2024, "Eagle and Finch", eq. 19; Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N even, up to 8 LANES; a multiple of 8 if ALIGNED

@@ -26,8 +26,6 @@
 //           must not be the arrays of these
 // grid      rwkv7/cuda_grad.py launches LANES neighbouring lanes for a head: they walk over `tokens_per_block` tokens,
 //           each lane with eight neighbouring channels; 128 threads
-// smem      none
-// barriers  none
 // numerics  float32, rounded once; sums always in the same order
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N even, up to 8 LANES; a multiple of 8 if ALIGNED

@@ -8,8 +8,6 @@
 //           replacement [H, N]. The first layer has no first_v, value_logits, value_base and mixed_v: they are null
 // grid      rwkv7/cuda_grad.py launches LANES neighbouring lanes a (token, head), eight neighbouring channels each; 128
 //           threads
-// smem      none
-// barriers  none
 // numerics  float32, rounded once
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N even, up to 8 LANES; a multiple of 8 if ALIGNED

@@ -3,8 +3,6 @@
 // shapes    dw w [tokens, D] float32, dlow [tokens, D], parts [blocks, D]
 // grid      rwkv/cuda_grad.py launches a block for every `tokens_per_block` tokens, which it takes one after the other;
 //           a thread has 8 channels
-// smem      none
-// barriers  none
 // numerics  float32, dlow rounded once; sums always in the same order
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-17
 // limits    D a multiple of 8, up to 8 THREADS

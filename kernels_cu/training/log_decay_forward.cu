@@ -2,8 +2,6 @@
 // math      w = -exp(decay + low)
 // shapes    low [count / D, D], decay [D], w [count / D, D] float32
 // grid      rwkv/cuda_grad.py launches a thread for 8 channels of a token; 256 threads
-// smem      none
-// barriers  none
 // numerics  float32
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-17
 // limits    D a multiple of 8

@@ -5,8 +5,6 @@
 // shapes    y dy [tokens, ranks], ranks being the columns of all products' first matrices, side by side; the decay's
 //           are 0 ... decay_end - 1, the gate's gate_begin ... gate_end - 1, behind them. dy null: forward
 // grid      rwkv7/cuda_grad.py launches a thread for 8 elements; 256 threads
-// smem      none
-// barriers  none
 // numerics  float32, rounded once
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    y and dy start on 16 bytes. Numbers are computed one by one if `ranks` is no multiple of 8; if decay_end,

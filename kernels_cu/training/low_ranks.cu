@@ -4,8 +4,6 @@
 // shapes    down [D, R] for each product, mix [MIXES, D], of which a product has row `mix_row` as its maa; joint [2, D,
 //           the sum of all R]
 // grid      rwkv7/cuda_grad.py launches a warp a channel of a product; 256 threads
-// smem      none
-// barriers  none
 // numerics  maa down rounded once
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    a product that a layer lacks has R = 0, and its mix_row all the same

@@ -7,8 +7,6 @@
 // shapes    djoint [2, D, the sum of all R]: the half of xx, then that of d; down and ddown [D, R] for each product;
 //           mix and dmix [MIXES, D], a mix's weights in a row: a product's maa is row `mix_row`
 // grid      rwkv7/cuda_grad.py launches a warp a channel of a product; 256 threads
-// smem      none
-// barriers  none
 // numerics  float32; sums always in the same order
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    no two products have one mix_row; a product that a layer lacks has R = 0, and its mix_row all the same

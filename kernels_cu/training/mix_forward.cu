@@ -2,8 +2,6 @@
 // math      of MIXES = 5: mixed_c = xx + d (maa_c + m_c), d = xx_{t-1} - xx_t with zero before a sequence's first token
 // shapes    xx [tokens, D], maa [5, D], m mixed [5, tokens, D]
 // grid      rwkv/cuda_grad.py launches a thread for 8 channels of a token and all mixes; 256 threads
-// smem      none
-// barriers  none
 // numerics  float32, rounded once
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4 and 14-15
 // limits    D a multiple of 8

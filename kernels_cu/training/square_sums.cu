@@ -5,7 +5,6 @@
 // smem      the warps' sums
 // barriers  one: the warps' sums are in shared memory
 // numerics  float32, always in the same order
-// source    none
 // limits    x starts on 16 bytes, count a multiple of 8
 #include "training.cuh"
 
