@@ -11,6 +11,7 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From real.cuh: FloatOrDouble<T>: double for double, else float; widened, narrowed: a number to it, and back.
 template <typename T, typename Y> struct Args {
   StridedRows<const T> x;
   StridedRows<Y> y;

@@ -8,6 +8,7 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From real.cuh: FloatOrDouble<T>: double for double, else float; widened, narrowed: a number to it, and back.
 template <typename T> struct Args {
   StridedRows<const FloatOrDouble<T>> dg_channels;
   StridedRows<T> dg;

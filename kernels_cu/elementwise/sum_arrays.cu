@@ -9,6 +9,7 @@
 #include "ptx.cuh"
 #include "real.cuh"
 
+// From real.cuh: FloatOrDouble<T>: double for double, else float; widened, narrowed: a number to it, and back.
 constexpr int LANES = 8, NUMBERS = 32 / LANES;  // of a warp: lanes for each number of sum, and such numbers
 
 template <typename T> struct Args {

@@ -14,6 +14,11 @@
 //           each a pointer to ChannelTokens. M: how operands are stored and multiplied, with the type M::Stored. All
 //           lanes of a warp call functions with products together
 // barriers  the caller's: between put_operands of all warps and `add`, and between `add` and the next put_operands
+//
+// From backward.cuh's includes: Left, Right: a lane's part of A and of B in D[16, 8] += A[16, 16] B[16, 8]; load_left,
+// load_right (two B side by side): load them from a tile, AS_STORED or TRANSPOSED; multiply: d += A B for two B.
+// MiddleFactors: the factors about a sub-chunk's middle; product_over(x, first, end) = x[first ... end - 1] multiplied;
+// put_pair: stores two neighbours
 #include "backward.cuh"
 
 constexpr int CHANNELS = 32;  // channels in shared memory at a time; a warp decays 8 of them

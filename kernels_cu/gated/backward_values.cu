@@ -29,7 +29,8 @@
 // From backward.cuh and others
 //   ChunkScores        a warp's blocks of 16 x 16 scores: `diagonal`, border8, border16, border32. In A border32 is
 //                      block (half_row, half_column), border16 block (quarter + 1, quarter)
-//   ChannelTokens      a tile [channel, token]; CHANNELS = 32
+//   ChannelTokens      a tile [channel, token]; CHANNELS = 32. put_operands: stores the operands of scores there
+//   load_matrices      two B side by side from a tile of a state, which consists of matrices [8, 8]
 //   fetch_rows, store_rows  copy rows of an array to a tile of shared memory, and back
 //   state_tile_index, matrix_index  where a tile of dS begins, and one of its matrices of 8 x 8
 //   pair_of(lane), PAIRS  a pair of tokens of a sub-chunk, for score_of_pair (growth.cuh), and the number of pairs, 28

@@ -11,7 +11,7 @@
 //
 // A product is D[16, 8] += A[16, 16] B[16, 8]. From the includes:
 //   PRODUCTS: tf32 products for each product of float32, 1 or 3
-//   Left, Right: a lane's part of A and of B
+//   Left, Right: a lane's part of A and of B. multiply: d += A B; accumulate: the same for a sum over many tokens
 //   Readers load them from tiles in shared memory: LeftReader and RowsReader for sums over columns, TransposedReader
 //     (A) and RightReader (two B) for sums over rows; load(x, tile, row, col) starts at (row, col)
 //   OperandOf<T>::Type: the type of operands in tiles; MiddleOf: that of operands about a middle

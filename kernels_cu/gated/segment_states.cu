@@ -29,7 +29,8 @@
 // limits    BK and BV of 64, 128
 //
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied. A product is D[16, 8] += A[16, 16] B[16, 8]:
-// Left and RightData are a lane's part of A and B; set(p, pair) sets the p-th of its pairs of numbers, rounded.
+// Left and RightData are a lane's part of A and B; set(p, pair) sets the p-th of its pairs of numbers, rounded;
+// accumulate(d, a, b): d += A B for two B, for sums over many tokens.
 // four_lane_sums(x) (decays.cuh): the sums of x over the four lanes with the same lane / 4: `all`, and `after`, of the
 // lanes with a larger lane % 4. opaque(x) (ptx.cuh): x, but what depends on it is computed again
 #include "decays.cuh"

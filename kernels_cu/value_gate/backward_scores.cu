@@ -34,7 +34,7 @@
 //                       their token's write, as GLA's; put_pair: stores two neighbours
 // From backward.cuh and gated/backward_scores.cuh
 //   ChunkScores         a warp's blocks of 16 x 16 scores and their places: half_row, half_column and quarter
-//   ChannelTokens       a tile [channel, token]; CHANNELS = 32
+//   ChannelTokens       a tile [channel, token]; CHANNELS = 32. put_operands: stores the operands of scores there
 //   fetch_rows, store_rows  copy rows of an array to a tile of shared memory, and back. WHOLE_PIECES: in pieces of 16
 //                       bytes, as rows of `width` allow, the padded K
 //   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8; THREADS = 128, WARPS = 4

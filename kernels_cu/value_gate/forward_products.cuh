@@ -14,7 +14,8 @@
 //           were written. All lanes of a warp call these functions together
 // numerics  sums in float32; the state is rounded to an operand, and so are decayed values. If gates grow, the values
 //           of a sub-chunk of 8 tokens are added one by one. PRODUCTS: tf32 products for each product of float32 data,
-//           1 or 3; Math, Left, Right, multiply, multiply_half: fragments.cuh
+//           1 or 3; Math, Left, Right, multiply, multiply_half, accumulate (multiply for sums over many tokens):
+//           fragments.cuh
 //
 // From the includes:
 //   CHUNK<T>: tokens of a chunk; State, Output: a lane's numbers of S and o
