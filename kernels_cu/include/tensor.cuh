@@ -50,7 +50,8 @@ template <typename T> struct StridedRows {
 };
 
 // The sizes of a problem, an argument of most kernels. The pointers are null for dense batches, in which every row of
-// the batch is one sequence. The host (SHAPE in backends/cupy/plan.py) has the same members in the same order.
+// the batch is one sequence. The host has the same members in the same order (SHAPE in backends/cupy/plan.py), and the
+// compiler compares them.
 struct Shape {
   i64 B, H, T, K, V;
   i64 count;                // sequences in a row of the batch: 1 if dense, N if packed
