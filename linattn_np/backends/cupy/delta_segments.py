@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .arithmetic import ceil_div, padded
 from .delta_kernels import (
@@ -89,7 +89,11 @@ class SegmentCut:
     """The base of cuts. Subclasses set `problem`, `device`, `gradient`: whether gradients are computed, `steps`: chunks
     or tokens of the longest sequence, and `segments`: how many a sequence is cut into."""
 
+    problem: Any
+    device: Any
     gradient = False
+    steps: int
+    segments: int
     START: ClassVar[int]  # a walk's first loads and last stores take as long as so many steps
 
     def waves(self, segments, tiles) -> float:
