@@ -8,7 +8,7 @@
 //           key, which column_sums.cu adds up; keys_backward.cu makes the gradients of r, key and v from scores
 // shapes    dy o gate r key v do dgate [tokens, H, N]; weight bias bonus [H, N]; scores [tokens, H]: pairs (score,
 //           dscore); parts [runs of tokens, PARAMETERS, H, N]. r, key, v, bonus and scores only with BONUS
-// grid      rwkv/cuda_grad.py and rwkv7/cuda_grad.py launch for every (run of tokens_per_block tokens, head), runs
+// grid      rwkv/cuda_grad.py launches for every (run of tokens_per_block tokens, head), runs
 //           slowest, LANES neighbouring lanes, a lane for eight neighbouring channels; they take the run's tokens one
 //           by one. 128 threads a block
 // numerics  float32, rounded once; the variance from centred values; sums always in the same order
