@@ -41,6 +41,11 @@ def executed(function, problem, device, **trees):
     return execute.run(PLANNERS[problem.op], function, problem, device, **trees)
 
 
+def plan_of_call(problem, device):
+    """Of the call itself, also if gradients are asked for, of which `plan_of` shows the pullback."""
+    return execute.plan_of(PLANNERS[problem.op], "plan", problem, device)
+
+
 def plan_of_pullback(problem, device, do, dht, saved=()):
     """Of a pullback of these arrays."""
     return execute.plan_of(PLANNERS[problem.op], "plan_vjp", problem, device, do=do, dht=dht, saved=saved)

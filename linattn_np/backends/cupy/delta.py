@@ -324,7 +324,10 @@ def saved(problem, device) -> tuple[tuple, ...]:
     ways = (chosen(ways, problem, device)[0] for ways in (FORWARD_WAYS, GRADIENT_WAYS))
     if any(way.name != IN_CHUNKS for way in ways) or needs_copies(problem, device):
         return ()
-    arrays = tuple(kept_arrays(problem, CutInChunks(problem, device, gradient=True, kept=True)).values())
+    cut = CutInChunks(problem, device, gradient=True, kept=True)
+    if cut.walk_of("ONLY_FORWARDS").shared_bytes > device.shared_per_block:
+        return ()  # of all walks, this has the most in shared memory, and 128 channels of it do not fit on every card
+    arrays = tuple(kept_arrays(problem, cut).values())
     needed = sum(np.prod(shape) * dtype.itemsize for shape, dtype in arrays)
     return arrays if 0 < needed <= KEPT * sum(x.nbytes for x in problem.arrays.values()) else ()
 
