@@ -19,17 +19,20 @@
 //           columns of V, BK and BV 64 or 128; rows start on 16 bytes
 // instances Order, T, G, BK and BV of each Schedule:
 //             SinglePass     both orders, both T, G of T and float32, all BK and BV; GLA with float16 and ScalarDecay
-//             ClusterSplitK  the same with BK = 128; GLA with both T and ScalarDecay
-//             ClusterSplitV  the same with BV = 64; never ScalarDecay
+//             ClusterSplitK  as SinglePass, but BK = 128, and GLA with both T and ScalarDecay
+//             ClusterSplitV  as SinglePass, but BV = 64, and never ScalarDecay
 //             SegmentState   all of both T, G of T, float32 and ScalarDecay, BK and BV; AfterWrite for either operator
 // tests     test_contract, test_segments, test_gate_paths; test_growth_on_hopper (by token); test_compile (no spills)
 //
-// Names. Of a Schedule: CLUSTER_SIZE, blocks of a cluster; K_RANKS, blocks that share the channels; CHUNK_RANKS, blocks
-// that make chunks in turn; rank_in_cluster, the block's number in its cluster. Of Shared: GROUPS, producer groups;
-// STAGES, chunks of operands; VALUE_SLOTS, chunks of v of a warpgroup. PANEL = 64: columns of a warpgroup. SENT: copies
-// of a chunk that arrive from the other block. WHOLE_CHUNK: a header's mark that the stage has a whole chunk.
-// narrow_work sets s.work to this block's part of a segment, without the tokens that are forgotten at the segment's
-// end. threads_copy_rows: whether tokens have a negative stride, for which there is no tensor map
+// Names. S in the code: the type of shared memory, not the state. Of a Schedule: CLUSTER_SIZE, blocks of a cluster;
+// K_RANKS, blocks that share the channels; CHUNK_RANKS, blocks that make chunks in turn; rank_in_cluster, the block's
+// number in it. ProducerCoord::THREADS: of a producer group. Of Shared: GROUPS, producer groups; STAGES, chunks of
+// operands; VALUE_SLOTS, chunks of v of a warpgroup; out_of_float16: a row of q or k exceeds float16's range;
+// headers[stage].row[0]: WHOLE_CHUNK, or the one token that the stage holds; votes: whether a block of a ClusterSplitK
+// wants a chunk token by token; scan.loaded: gates for narrow_work are there. PANEL = 64: columns of a warpgroup. SENT:
+// a chunk's copies from the other block. narrow_work sets s.work to this block's part of a segment, without tokens that
+// are forgotten at its end. threads_copy_rows: tokens have a negative stride, for which there is no tensor map. Of
+// args: segments of a sequence, the first `computed` of which SegmentState computes; parts of a segment, one a block
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "gated/sm90/forward_consumers.cuh"
@@ -54,9 +57,13 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   constexpr int GROUP_THREADS = ProducerCoord<BK>::THREADS;  // of a producer group
   S& s = *reinterpret_cast<S*>(dynamic_smem());
   const WorkTile work = work_tile<Schedule, BV>(args, blockIdx.x);
+  // Blocks of segments from number args.computed of their sequence on have nothing to do. They may leave before all
+  // barriers: SegmentState, the one schedule without outputs, has no cluster. There `sequence` is the number of a part.
   if (!Schedule::has_outputs && work.sequence / i32(args.parts) % i32(args.segments) >= args.computed) return;
   if (threadIdx.x == 0) {
     s.work = work;
+    // Who arrives: at *_copied the threads that copy; at full a producer group and the other block's copies; at empty a
+    // lane of each warp that multiplies (`release`); at arrived a thread of each block.
     const bool backwards = threads_copy_rows<Schedule>(args);  // then all threads copy and arrive; else one thread
     for (int group = 0; group < S::GROUPS; ++group)
       mbarrier_init(s.gates_copied[group], backwards ? GROUP_THREADS : 1),
@@ -66,7 +73,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
       mbarrier_init(s.full[stage], (made_here ? GROUP_THREADS : 0) + (Schedule::K_RANKS > 1 || !made_here ? SENT : 0));
       mbarrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
     }
-    for (int slot = 0; slot < BV / PANEL * S::VALUE_SLOTS; ++slot)
+    for (int slot = 0; slot < BV / PANEL * S::VALUE_SLOTS; ++slot)  // of all warpgroups, one after the other
       mbarrier_init(s.values_copied[0][slot], backwards ? 128 : 1);
     for (int stage = 0; stage < S::STAGES; ++stage) s.headers[stage].row[0] = WHOLE_CHUNK;
     if constexpr (Schedule::has_outputs)
@@ -89,8 +96,9 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // both blocks' barriers are initialised, and A is zero
   else __syncthreads();                                      // barriers are initialised, and A is zero
   if constexpr (!Schedule::has_outputs) narrow_work<THREADS>(s, args, work);
-  // Whether producers give registers to the consumers; whether consumers, whose state is small, give registers to the
-  // producers. Then a thread has so many by role, where a multiprocessor has 512 for every thread of a warpgroup's 128.
+  // Whether producers give registers to the consumers (two warpgroups, with the channels of both blocks); whether
+  // consumers, whose state is small, give some to the producers; a thread's registers by role. A multiprocessor has 512
+  // for each of 128 threads: the numbers of all its warpgroups sum to 512 at most.
   constexpr bool CONSUMERS_NEED = THREADS == 384 && Schedule::K_RANKS > 1,
                  PRODUCERS_NEED = Schedule::has_outputs && BK + BV == 128;
   constexpr int CONSUMER = CONSUMERS_NEED ? 192 : 112, PRODUCER = CONSUMERS_NEED ? 120 : 144;

@@ -11,8 +11,8 @@
 //           each 64 queries of the tile; in one more warpgroup a single thread, the producer, copies
 // smem      Shared: rings of q (later o), k and v tiles, and the Work of each tile in the ring of q
 // barriers  q_full, k_full, v_full: a tile has arrived; k_empty, v_empty: all consuming warps have read it; q_empty: o,
-//           which has overwritten q, has been stored. Named: 1 + warpgroup (ZERO_ROWS_BARRIER, in zero_rows): zeros are
-//           written; 4 + warpgroup (FIRST_TURN_BARRIER): its turn to issue products
+//           which has overwritten q, has been stored. Named: ZERO_ROWS_BARRIER (1) + warpgroup, in zero_rows: zeros are
+//           written; FIRST_TURN_BARRIER (4) + warpgroup: its turn to issue products
 // numerics  scores, m, sums of weights and o in float32; e^(S - m) is rounded to T. m is raised only if it would grow
 //           by more than SLACK in base 2: o and the sums use the same m, so the result is exact
 // source    Shah et al., "FlashAttention-3", 2024: the roles, and the overlap of a key tile's product with v with the
@@ -31,6 +31,8 @@
 //     wait_for<N>(sum): waits until the N latest groups at most run; `sum` is complete then
 //   wgmma_fence_operand(x): the compiler moves no access of x over it
 //   round_operands(a, x): sets a, the left operand of a product over x's columns, to the accumulators x, rounded
+//   RingPosition: the `stage` of a ring, and the parity to wait for: 0 in the ring's first round, then 1, and so on;
+//     parity ^ 1 is that of the round before, for which the first round does not wait. next(): the next stage
 //   init_stages<WARPS>(full, empty): `full` waits for the producer and the announced bytes, `empty` for WARPS warps
 //   release(barrier): this warp arrives at a barrier that lets the producer overwrite what the warp has read
 //   PendingStore: of a warp's last store_rows. begin() notes it. release(barrier), if it is noted: lane 0 waits until o
@@ -46,12 +48,14 @@
 //   zero_rows: zeros in rows of other sequences. Every warpgroup writes all of them, so that none waits for another
 //   needs_mask<ROWS, COLUMNS>: whether one of ROWS queries does not see one of COLUMNS keys
 //   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift). `factor` is
-//     |scale| log2 e; if |m| > 2^27, the next power of two, by which factor x is exact: scores this large differ by 2^3
-//     or more, so that by either factor other weights are at most 2^-8 of the largest. `shift` is factor times the x to
-//     which m was raised last, and so m, or not quite with that power; score_of(shift, scale) is m of both. While the
-//     row has no key, as in RowMaximum{scale}, `shift` is NONE, a finite number below all scores. raise(x, scale,
-//     slack): if m grows by more than `slack`, sets m to the score of x, and so both members. It returns the factor for
-//     earlier weights: 1 if m stays, 0 if `shift` was NONE
+//     `scale`: |scale| log2 e (with a cap, cap log2 e). If |m| > 2^27 it is the least power of two that is not less:
+//     factor x then has no rounding error. The larger factor does no harm: float32 products so large have scores at
+//     least 2^3 apart, so by either factor all products but the largest have at most 2^-8 of its weight. `shift` is
+//     factor times the x to which m was raised last. If factor is `scale`, that is m; if a power of two, it is not, and
+//     score_of(shift, scale), which tells the two cases apart by the size of `shift`, returns m in both. While the row
+//     has no key, as in RowMaximum{scale}, `shift` is NONE, a finite number below all scores. raise(x, scale, slack):
+//     if m grows by more than `slack`, sets m to the score of x, and so both members. It returns the factor for earlier
+//     weights: 1 if m stays, 0 if `shift` was NONE
 //   row_end(m, sum, sink): a RowEnd, of `factor`, by which o is multiplied (1 / the sum of all weights about m, 0 if
 //     the row sees no key), and `logarithm`, log2 sum_j e^s_ij
 //   Work: a tile of queries. `start`: its first token in q; `other_...`: the sequence of keys; `first_tile`, `tiles`:
@@ -221,7 +225,7 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
   auto weigh_scores = [&] {
     const int key = (first_tile + tiles_left) * KEYS, diagonal = first_diagonal + warpgroup_row;
     valid_values = min(KEYS, length - key);
-    if (CAPPED) {
+    if (CAPPED) {  // tanh_scale has the sign of args.scale: nothing is negated
 #pragma unroll
       for (int n = 0; n < KEYS / 2; ++n) scores[n] = tanh_of(tanh_scale * scores[n]);
     } else if (negative)
@@ -266,7 +270,8 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
   while (true) {
     const bool next_is_new_tile = tiles_left == 0;  // the next key tile is for the block's next query tile
     if (next_is_new_tile) {
-      // Before the wait for q_full: the producer may need this stage for that tile.
+      // Before the wait for q_full: the producer may need this stage for that tile. previous_q_stage, whose store
+      // `stored` notes, changes only after that.
       stored.release(s.q_empty[previous_q_stage]);
       previous_q_stage = q.stage;
       q.next();
@@ -285,6 +290,7 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
     release(s.k_empty[k.stage]);
     k.next();
     const float previous_shift[2] = {maximum[0].shift, maximum[1].shift}, previous_sum[2] = {sum[0], sum[1]};
+    // `shift` alone: the first raise() sets `factor`, too.
     if (next_is_new_tile) maximum[0].shift = maximum[1].shift = RowMaximum::NONE, sum[0] = sum[1] = 0.f;
     weigh_scores();
     // Both branches begin with the same call: the assembler moves a wait to the start of its basic block. In this block
