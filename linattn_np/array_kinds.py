@@ -13,14 +13,17 @@ from .cupy_folder import folder_for_cupy
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16)) + (BFLOAT16,)
 
-DEVICE_ARRAYS: list[type] = []
+DEVICE_ARRAY_TYPES: list[type] = []  # CuPy's ndarray, once `device_array_types` has found that CuPy is imported
 
 _DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
 def kind(x) -> str | None:
-    """'numpy', 'cupy', 'torch', 'jax', 'dlpack', 'cuda' (the CUDA array interface), or None if `x` is no array."""
+    """'numpy', 'cupy', 'torch', 'jax', 'dlpack', 'cuda' (the CUDA array interface), or None if `x` is no array.
+
+    The first that fits: arrays of CuPy, torch and JAX have DLPack, too, and subclasses of theirs and NumPy's count.
+    """
     if isinstance(x, np.ndarray):
         return "numpy"
     for library, name in (("cupy", "ndarray"), ("torch", "Tensor"), ("jax", "Array")):
@@ -33,13 +36,13 @@ def kind(x) -> str | None:
 
 
 def to_native(x, library: str):
-    """`x`, of kind `library`, as a numpy.ndarray or cupy.ndarray over the same memory."""
+    """`x`, for which `kind` returned `library` (not None), as a numpy.ndarray or cupy.ndarray over the same memory."""
     if library in ("numpy", "cupy"):
-        return np.asarray(x) if library == "numpy" else x  # of a memory map the plain array
+        return np.asarray(x) if library == "numpy" else x  # asarray: a subclass such as np.memmap becomes an ndarray
     if library == "torch":
         x = with_numbers_in_memory(x)
     if library == "cuda" or int(x.__dlpack_device__()[0]) in _DLPACK_CUDA:
-        folder_for_cupy()
+        folder_for_cupy()  # where CuPy keeps kernels, which must be set before the import
         import cupy
 
         return cupy.asarray(x) if library == "cuda" else cupy.from_dlpack(x)
@@ -55,7 +58,8 @@ def to_native(x, library: str):
 
 
 def with_numbers_in_memory(x):
-    """A tensor without its gradient whose memory holds its numbers: torch negates or zeroes none when it reads them."""
+    """The tensor without its gradient, for readers of its memory other than torch. Of a lazily negated tensor, the memory
+    has numbers of the other sign, and a lazy tensor of zeros has no memory: either is copied."""
     x = x.detach() if x.requires_grad else x
     return x.clone() if x._is_zerotensor() else x.resolve_neg()
 
@@ -71,6 +75,8 @@ def from_native(native, library: str, example):
             native = native.copy()
         if bfloat16_on_host:
             return torch.from_dlpack(native.view(np.int16)).view(torch.bfloat16)
+        # CuPy's memory may be a torch tensor's (`interop.torch_calls.memory_of_torch`): CuPy keeps it as `_owner`. Then
+        # the result is a view of that tensor, so that torch's allocator knows and frees the memory.
         memory = None if isinstance(native, np.ndarray) else getattr(native.data.mem, "_owner", None)
         return view_of(memory, native) if isinstance(memory, torch.Tensor) else torch.from_dlpack(native)
     if library == "jax":
@@ -95,14 +101,16 @@ def home(x) -> str:
 
 
 def signature(x, addresses=None):
-    """A hashable of a plain NumPy or CuPy array's shape, strides, dtype and alignment; None for anything else.
+    """A hashable of a NumPy or CuPy array: shape, strides and dtype; of NumPy's also whether it is writeable, of CuPy's
+    the address modulo 16 and the device. None for anything else, subclasses too.
 
-    The address of a device array is appended to the list `addresses`, if there is one.
+    Arrays of equal signatures share checks (`checked_calls`) and CuPy's plans (`backends.cupy.execute`). The address of
+    a device array is appended to the list `addresses`, if there is one.
     """
-    kind = type(x)
-    if kind is np.ndarray:
+    array_type = type(x)
+    if array_type is np.ndarray:
         return x.shape, x.strides, x.dtype, x.flags.writeable
-    if kind in (DEVICE_ARRAYS or device_arrays()):
+    if array_type in (DEVICE_ARRAY_TYPES or device_array_types()):
         memory = x.data
         address = memory.ptr
         if addresses is not None:
@@ -111,8 +119,8 @@ def signature(x, addresses=None):
     return None
 
 
-def device_arrays():
-    """DEVICE_ARRAYS, with CuPy's type once CuPy is imported."""
+def device_array_types():
+    """DEVICE_ARRAY_TYPES, which gets CuPy's type once CuPy is imported."""
     if "cupy" in sys.modules:
-        DEVICE_ARRAYS.append(sys.modules["cupy"].ndarray)
-    return DEVICE_ARRAYS
+        DEVICE_ARRAY_TYPES[:] = [sys.modules["cupy"].ndarray]
+    return DEVICE_ARRAY_TYPES

@@ -1,7 +1,7 @@
 """RWKV-7's mixes for prompts on the GPU, as steps of a plan.
 
 Sizes: T tokens, D channels, F channels of the channel mix, H heads of N channels. X is the matrices' dtype, that of
-their inputs. `draft` collects the launches.
+their inputs. `draft` collects the launches, which run in this order: a launch may overwrite what no later one reads.
 """
 
 from math import prod
@@ -19,9 +19,11 @@ class MixOperations(cuda_prompts.MixOperations):
     and the share of the first layer's value, are two batches: `low` is the result of the first matrices (`down`), with
     its activations, `high` that of the second ones (`up`): the gate, and logits of the other three.
 
-    From the base class, which describes them: `T`, `dtype` (X) and `sizes`; the tables `mixes` and `results`; `arrays`,
-    those of the layer, of its state and of `carried`, by name; `recurrent`, which adds an operator, and
-    `gated_norm_to`, a group norm and its gate.
+    From the base class: `T`, `dtype` (X) and `sizes`; `mixes`: for a norm the arrays to which `shift_mix` writes (the
+    mixes; the normed x, and the previous token's minus it, None here: not kept); `results`: for a matrix the array of
+    its `product`, or of relu(product)^2 (`squared_product`); `arrays`, those of the layer, of its state and of
+    `carried`, by name; `recurrent`, which adds an operator, and `gated_norm_to`, a group norm, the bonus and the gate.
+    `shift` and `wkv`, parts of the state: launches read their arrays `before`, and write those `after`.
     """
 
     def __init__(self, decoder, *arguments):
@@ -36,7 +38,7 @@ class MixOperations(cuda_prompts.MixOperations):
         self.mixes = {"ln1": (self.mixed, None, None), "ln2": (empty((1, T, D), X), None, None)}
         self.results = {
             "vkr": empty((3, T, D), X),
-            "down": empty((kernels.DOWNS, T, decoder.rank), X),
+            "down": empty((kernels.DOWNS, T, decoder.rank), X),  # DOWNS = 4; `rank`: of all four, padded to the largest
             "ffn_key": hidden,
             "ffn_value": empty((1, T, D), FLOAT32),
         }
@@ -48,29 +50,30 @@ class MixOperations(cuda_prompts.MixOperations):
 
     def time_mix(self, layer, x, shift, wkv):
         T, (H, N) = self.T, (self.sizes[axis] for axis in "HN")
-        # mixed: w a g v k r, in the order of `cuda_decode.STACKS`; v's is an input of both products
-        mixed, _, _ = self.shift_mix(layer, "ln1", "mix", x, shift)
+        # mixed: w a g v k r, in the order of `cuda_decode.STACKS`; v's is an input of both products, vkr and wagv
+        mixed = self.shift_mix(layer, "ln1", "mix", x, shift)[0]
         v, k, r = self.product(layer, "vkr", mixed[3:])
         low = self.product(layer, "down", mixed[:4])
         activations, count = kernels.LowActivations(self.dtype), low[0].size  # of one of the four
         self.draft.launch(activations, activations.blocks(count), low=low, count=count)
         high, o = mixed[:4], mixed[4]  # in the memory of mixes that both products have read by now
         self.draft.product(layer.up.swapaxes(1, 2), low, high)
-        # `Keys` makes w, a and b of the logits of the decay, the rate and the share, in place. In place it also changes
-        # k by the rate, and v by the share
+        # `Keys`, an instance by N, makes w, a and b of the logits of the decay, the rate and the share, in place: high
+        # is w a g v, and v's part, the share's logits, becomes b. In place it also changes k by the rate, and v by the
+        # share. bases: w0, a0 and v0, which are added to the logits; removal, replacement and bonus: `weights.LAYER`
         keys, (w, a, gate, b) = kernels.Keys.fitting(self.dtype, N), high
         operands = {"k": k, "v": v, "w": w, "rate_logits": a, "share_logits": b, "a": a, "b": b}
         operands |= {"first": self.arrays.first, "bases": layer.bases}
         operands |= {"removal": layer.removal, "replacement": layer.replacement}
         self.draft.launch(keys, keys.blocks(T, H), **operands, token_heads=T * H)
         self.recurrent(RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
-        self.gated_norm_to(o, layer, o, gate, r=r, k=k, v=v, bonus=layer.bonus)
+        self.gated_norm_to(o, layer, o, gate, r=r, k=k, v=v, bonus=layer.bonus)  # k and v as `Keys` has changed them
         return self.add_product(layer, "output", x, o)
 
     def channel_mix(self, layer, x, shift):
-        mixed, _, _ = self.shift_mix(layer, "ln2", "ffn_mix", x, shift)
+        mixed = self.shift_mix(layer, "ln2", "ffn_mix", x, shift)[0]
         hidden = self.squared_product(layer, "ffn_key", mixed[0])
         if self.dtype != np.float16:
             return self.add_product(layer, "ffn_value", x, hidden)
-        # float16's squares are divided by `version.unit_of_squares`, by which `add_gated` multiplies
+        # `squared_product` divides float16's squares by `version.unit_of_squares`, by which `add_gated` multiplies
         return self.add_gated(x, None, self.product(layer, "ffn_value", hidden))
