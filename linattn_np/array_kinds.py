@@ -58,8 +58,8 @@ def to_native(x, library: str):
 
 
 def with_numbers_in_memory(x):
-    """The tensor without its gradient, for readers of its memory other than torch. Of a lazily negated tensor, the memory
-    has numbers of the other sign, and a lazy tensor of zeros has no memory: either is copied."""
+    """The tensor without its gradient, for readers of its memory other than torch. A lazily negated tensor has numbers
+    of the other sign in memory, and a lazy tensor of zeros has no memory: either is copied."""
     x = x.detach() if x.requires_grad else x
     return x.clone() if x._is_zerotensor() else x.resolve_neg()
 
