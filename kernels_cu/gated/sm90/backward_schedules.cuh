@@ -4,22 +4,24 @@
 // terms     A batch has shape.B rows of shape.T tokens. A row has shape.count segments: its sequences, one after the
 //           other, of P segments each; P = 1: whole sequences. A pass goes through a segment in chunks of CHUNK tokens.
 //           The segment of a head has the number (segment of the batch) * shape.H + head, as work_tile counts
-// grid      Three cases, of which the host chooses one (segments.hoppers_backward_cut):
+// grid      Three cases, of which the host chooses one, with P, `joined` and the number of blocks that belong to it
+//           (segments.hoppers_backward_cut); kernels do not check them:
 //           OneEach           a block for the segment of a head: B count H blocks
-//           OneEach, joined   P = 3, and two blocks for the sequence of a head. The first half of the grid's blocks
-//                             have two segments each, which they compute as one; the others have one:
+//           OneEach, joined   P = 3, and two blocks for the sequence of a head, so gridDim.x is even. The first half of
+//                             the grid's blocks have two segments each, which they compute as one; the others have one:
 //                               first pass      0 | 1 2
 //                               second pass     0 1 | 2
-//                             So of the segments only 0, forwards, and 2, backwards, need a summary, which
-//                             backward_segments.cu makes: where the block of two starts
+//                             A block of two starts where the block of one ends: so only of segment 0, forwards, and
+//                             of 2, backwards, a summary is needed, which backward_segments.cu makes
 //           InTurn            P = 1, not joined; any number of blocks, as many as the card holds. Block n computes the
 //                             numbers n, n + gridDim.x, ... one after the other, and copies a sequence's first chunks
 //                             while it computes the last ones of the one before
 // tests     test_gradient_segments; the rest of those of backward_queries.cu
 //
-// From chunk_copies.cuh: WorkTile, the segment of a head: `sequence`, the segment's number in the batch; batch row and
-// head; first token `start` and number of `tokens`; sequence_head, the number as above; chunk_row, of arrays with a row
-// for every chunk: the row of its first chunk. work_tile makes it of that number
+// From chunk_copies.cuh: WorkTile, the segment of a head. Its names say "sequence", and mean segments here: `sequence`,
+// the segment's number in the batch; sequence_head, the number as above; batch row and head; first token `start` and
+// number of `tokens`; chunk_row, of arrays with a row for every chunk: the row of its first chunk. work_tile makes it
+// of the number as above
 #include "gated/sm90/decays.cuh"
 
 struct OneEach {
@@ -44,16 +46,17 @@ __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 number, i
   WorkTile work = work_tile(shape, number);
   const u32 segment = u32(work.sequence) % u32(shape.count);  // of its batch row
   // The row of a segment's first chunk is start / CHUNK, rounded down, plus the number of sequences before it in the
-  // batch row. work_tile has added the number of segments instead.
+  // batch row. work_tile, whose argument P is 1 here, has added the number of segments instead.
   work.chunk_row += i64(segment / u32(P)) - segment;
   return work;
 }
 // What this block computes.
 template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
-  // In the second pass blocks go from the last number to the first: of what the first pass computed last some tokens
-  // are still in L2.
+  // In the second pass blocks go from the last number to the first, unless joined: of what the first pass computed last
+  // some tokens are still in L2.
   const u32 in_order = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  // If joined: `sequence`, the number of the sequence of a head, as of segments; first_segment: 0, 1 or 2 of it.
+  // If joined: `sequence` is (sequence of the batch) * H + head; first_segment: which of the sequence's segments 0, 1
+  // and 2 is the block's first one in time.
   const u32 H = u32(shape.H), half = gridDim.x / 2, sequence = blockIdx.x < half ? blockIdx.x : blockIdx.x - half;
   const bool has_two = joined && blockIdx.x < half;
   const u32 first_segment = BACKWARDS ? 2 * !has_two : has_two;
@@ -80,7 +83,7 @@ __device__ __forceinline__ void each_segment(const Args& args, F f) {
   int chunks_before = 0;
 #pragma unroll 1
   for (u32 number = blockIdx.x; number < all_segments(args.shape); number += gridDim.x) {
-    const Segment work = {work_tile(args.shape, number), number};
+    const Segment work = {work_tile(args.shape, number), number};  // P = 1: its chunk_row needs no correction
     f(work, chunks_before);
     chunks_before += chunks_of(work);
   }
@@ -115,8 +118,10 @@ template <bool BACKWARDS> struct Cursor {
   }
 };
 
-// The places of the last PLACES chunks that a warp has begun to copy. In shared memory, since registers are scarce; all
-// lanes of the warp call the functions. OneEach needs none: there a chunk's place follows from its iteration.
+// The places of the last PLACES chunks that a warp has begun to copy: at(n) holds until next(shape, n + PLACES). So
+// PLACES counts the chunks from the one whose results the warp stores next to the last one that it copies. In shared
+// memory, since registers are scarce; all lanes of the warp call the functions. OneEach needs none: there a chunk's
+// place follows from its iteration.
 template <class Schedule, bool BACKWARDS, int PLACES> struct ChunkPlaces {};
 template <bool BACKWARDS, int PLACES> struct ChunkPlaces<InTurn, BACKWARDS, PLACES> {
   WorkTile places[PLACES];   // the first member, so that at() adds nothing to the struct's address
