@@ -9,13 +9,16 @@
 //           BACKWARD_STATES, BACKWARD_SUMMARY   N             -diag(beta) M       -diag(beta) M21
 //           BACKWARD_TOKENS                     R             -M diag(beta)       -M21 diag(beta)
 //           Diagonal blocks of N or R come from forward substitution. In every pass inverse21 = inverse22 X inverse11,
-//           X in place of M21, and inverse12 = 0. inverse_to_end: row i of `inverse` times gates.key_end_factors[i],
-//           the factor of k_i in Z
-// shapes    `inverse` and inverse_to_end have a row for each key j: they are stored transposed, split. weighted_M (in
-//           all passes) has float32 diagonal blocks, and X, split, where M12 = 0 would be: rows 0 to 15, 16-bit columns
-//           32 to 47, their rounding errors in columns 48 to 63
-// barriers  waits for scores_ready: then D, which `inverse` overwrites, and B of the stage's previous chunk have been
-//           read. All 32 lanes fence, as wgmma reads what each has stored, and arrive at inverse_ready
+//           X in place of M21, and inverse12 = 0. inverse_to_end_ij = gates.key_end_factors[i] inverse_ij; of it comes
+//           Z_j = sum_i inverse_to_end_ij k_i, an operand of the state's update. The factor has the decay from after i
+//           to the chunk's end, 1 / |k_i| if keys are normalized, and beta_i in BACKWARD_TOKENS
+// shapes    `inverse` and inverse_to_end have a row for each key j: they are stored transposed, [j, i], and split (see
+//           numerics). weighted_M (so named in all passes) has float32 diagonal blocks, and X, split, where M12 = 0
+//           would be: rows 0 to 15, 16-bit columns 32 to 47, rounding errors in columns 48 to 63
+// barriers  waits for scores_ready: M is stored, and what the results overwrite has been read: `inverse` the decays
+//           D_ij, inverse_to_end B, scores times `inverse`, of the stage's previous chunk (BACKWARD_TOKENS: both
+//           overwrite matrices of that chunk). All 32 lanes fence, as wgmma reads what each has stored, and arrive at
+//           inverse_ready, which run_roles initialises for 32 (scalar_chunks.cuh)
 // numerics  substitution in float32. A split matrix has sums of two numbers of T: rounded ones, and their errors
 // limits    sm_90a; T is bf16 or f16
 // tests     those of scalar_chunks.cuh
@@ -35,7 +38,8 @@
 //     BACKWARD_SUMMARY
 
 // Forward substitution: x = column lane % 16 of the inverse of a diagonal block [16, 16], of the first 16 tokens for
-// lanes 0 to 15, of the last 16 for the others: x_i = I_i + sum_j weighted_M_ij x_j.
+// lanes 0 to 15, of the last 16 for the others: x_i = I_i + sum_j weighted_M_ij x_j. Above the diagonal all summands,
+// and so x_i, are 0.
 __device__ __forceinline__ void substitute(float (&x)[16], const float (&weighted_M)[CHUNK][32], int lane) {
   const int second_block = lane >> 4;
   const char* const block = reinterpret_cast<const char*>(weighted_M[16 * second_block]);
@@ -63,7 +67,9 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
   using T = typename Memory::T;
   const int lane = threadIdx.x & 31, second_block = lane >> 4;
   const int left_offset = left_operand_offset(lane);
-  const int key_offset = swizzled_offset(lane, 2 * second_block);  // of key `lane`'s row at its block's first query
+  // Of key `lane`'s row, at its block's first query: piece 0 or 2. XOR 16 is the next piece, XOR 32 the other block's,
+  // XOR 64 that of the rounding errors.
+  const int key_offset = swizzled_offset(lane, 2 * second_block);
   RingPosition<Memory::STAGES> ring;
   if (first_chunk) ring.next();
 #pragma unroll 1
@@ -93,16 +99,18 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
 #pragma unroll
       for (int i = 0; i < 8; ++i) numbers[i] *= gates.key_end_factors[16 * second_block + 8 * half + i];
       store_split_row(in.inverse_to_end, numbers, key_offset ^ 16 * half);
-      // N12 = 0: keys of the second block and queries of the first. part 0: rounded elements, 1: rounding errors.
+      // inverse12 = 0: keys of the second block and queries of the first. part 0: rounded elements, 1: rounding errors.
+      // wgmma reads it of inverse_to_end, and in BACKWARD_TOKENS of `inverse`. In other passes nobody does: compute_B
+      // (scalar_operands.cuh), which alone multiplies `inverse`, leaves this block out.
       if (second_block)
         for (int part = 0; part < 2; ++part) {
           const int offset = key_offset ^ 32 ^ 16 * half ^ 64 * part;
           *reinterpret_cast<uint4*>(at_byte_offset(in.inverse_to_end, offset)) = {0, 0, 0, 0};
-          if constexpr (Memory::PASS == BACKWARD_TOKENS)  // read by wgmma; other passes' compute_B skips N12
+          if constexpr (Memory::PASS == BACKWARD_TOKENS)
             *reinterpret_cast<uint4*>(at_byte_offset(in.inverse, offset)) = {0, 0, 0, 0};
         }
     }
-    __syncwarp();  // N11 and N22 are in shared memory: all lanes read them
+    __syncwarp();  // inverse11 and inverse22 are in shared memory: all lanes read them
     // inverse21^T = inverse11^T X^T inverse22^T
     u32 left[2][4], right[2][4];  // [0]: rounded elements, [1]: rounding errors
     float y[2][4] = {};           // inverse11^T X^T, then inverse21^T

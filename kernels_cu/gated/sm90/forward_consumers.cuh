@@ -6,8 +6,10 @@
 //           channel of K]. The producers have multiplied A and q by `scale`
 // smem      reads operands and headers, which producers write; v, copied from memory, is read and overwritten by o:
 //           Shared in forward_storage.cuh
-// barriers  A warpgroup's timetable of a chunk. "barrier": a named one, of its 128 threads; slot: the chunk's v, then
-//           o; stage: the chunk's operands and header. forward.cu sets the mbarriers' counts
+// barriers  A chunk is computed at once or, if its operands would overflow (forward.cu), token by token: producers then
+//           fill its stage several times, and headers[stage].row[0] says which token a fill holds. A warpgroup's
+//           timetable of a chunk: "barrier": a named one, VALUES_BARRIER + warpgroup, of its 128 threads; slot: the
+//           chunk's v, then o; stage: the chunk's operands and header. forward.cu sets the mbarriers' counts
 //             wait            values_copied: v is in the slot, copied by one thread (threads_copy_rows: by all 128)
 //             barrier         only in a last chunk of fewer than 32 tokens: the slot's other rows are 0
 //             read the slot   a warp reads, and later overwrites, its own 16 columns only: no barrier is between
@@ -16,12 +18,12 @@
 //             barrier         only SegmentState: all warps have read the slot
 //             refill          thread 0: the previous chunk's o has been copied from its slot, and v is copied to it
 //             write the slot  o, when its products have ended
-//             arrive          empty, when all products have ended and row[0] has been read: a lane of every warp
+//             arrive          empty, when all products have ended and row[0] has been read: a lane of every warp. Token
+//                             by token: once more wait for full, products, write and arrive, for every later fill
 //             barrier         not SegmentState: all warps have written o
 //             store           one thread has o copied to memory. In such a last chunk all threads store it instead; if
 //                             threads_copy_rows, in every chunk, and then they, not thread 0, refill this chunk's slot
-//           A chunk token by token waits for full, multiplies, writes and arrives again for every fill, before that
-//           last barrier. One more barrier only separates two loops, see `consume`
+//           One more barrier only separates two loops, see `consume`
 // numerics  S in float32; its product with q reads it rounded to bfloat16, or, if q, k and v are float16, cut off to
 //           tf32
 // limits    sm_90a; BK and BV of 64 or 128
@@ -46,18 +48,19 @@
 //     K_RANKS BK channels. CHUNK_RANKS: how many make the operands of chunks in turn. If either is 2, blocks copy
 //     operands to each other. SinglePass: both are 1; ClusterSplitK: K_RANKS is 2
 //   SegmentState: the schedule without queries and outputs, for the final states of segments; both ranks are 1
-//   work: the block's head, columns and tokens; its states `initial` and `final`, null if there is none
-//   Operands: of each stage q, k and the scores' tiles, one for each of K_RANKS blocks; scores_offset: the byte offset
-//     of a stage's scores in a tile that two stages share, else 0
+//   work: the block's head, columns and tokens; `sequence`, the number over the batch of its sequence, segment or, in
+//     SegmentState, part of a segment; its states `initial` and `final`, null if there is none
+//   Operands: of each stage a tile of q, one of k and one of scores for each of K_RANKS blocks, of q and k with its BK
+//     channels; scores_offset: the byte offset of a stage's scores in a tile that two stages share, else 0
 //   HAS_CHANNEL_GATES: whether channels have gates of their own; false for ScalarDecay, whose decays of a chunk are all
 //     equal. SPLIT_SCORES: whether a score is stored as two numbers
-//   headers[stage].decay: of the channels of each of K_RANKS blocks, [0] first. headers[stage].row[0], the only one of
-//     the array that is used: WHOLE_CHUNK; or, token by token, the row of the token whose operands the stage holds,
+//   headers[stage]: a StageHeader. `decay`: of the channels of each of K_RANKS blocks, [0] first. row[0], the only one
+//     of the array that is used: WHOLE_CHUNK; or, token by token, the row of the token whose operands the stage holds,
 //     plus MORE_FILLS if the stage will be filled again for this chunk. A first fill holds no token, and has MORE_FILLS
-//   scan.skipped_decay: of SegmentState. narrow_work (forward_forgotten.cuh) skips a segment's first tokens if they and
-//     the state before them are forgotten at its end, and cuts the others in consecutive parts, one a block. This is
-//     the decay over the tokens that are skipped right before the block's part: 0 for the first part of a segment of
-//     which tokens are skipped, else 1
+//   scan.skipped_decay: of SegmentState, the decay over the tokens that are skipped right before the block's part.
+//     narrow_work (forward_forgotten.cuh) skips a segment's first tokens if they and the state before them are
+//     forgotten at its end, and cuts the others in consecutive parts, one a block. So the decay is 0 for the first part
+//     of a segment of which tokens are skipped, else 1
 //   threads_copy_rows: whether tokens have a negative stride. Then threads copy v by v_rows and store o by Args::o;
 //     else the tensor maps `v` and `o_boxes` do
 //   args.channel: the launch's first channel
@@ -237,7 +240,7 @@ template <class Schedule, typename T, typename G, int BV> struct RegisterChoices
   // With two parts bfloat16's products of 128 channels and columns are serialised.
   static constexpr bool TWO_PARTS = ONE_BLOCK && BV == 64 && IS_BFLOAT16<T>;
   // Whether start_products takes lane % 4 from `thread`; else from threadIdx.x, read anew. The other way bfloat16 took
-  // 0.431 ms for 0.426, float16 0.530 for 0.484. No times are recorded of float32 gates and of ClusterSplitK.
+  // 0.431 ms instead of 0.426, float16 0.530 instead of 0.484. No times are recorded of float32 gates, ClusterSplitK.
   static constexpr bool LANE_FROM_THREAD = ONE_BLOCK && IS_BFLOAT16<T> && sizeof(G) == 2;
   // Whether compute_token_by_token holds the chunk's number; else it computes it again. If it held it, SinglePass of
   // bfloat16, float32 gates and 128 channels and columns would spill 32 bytes.
@@ -295,6 +298,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     each_state_number<K_RANKS * BK>(S, state, args.shape, args.channel, first_column(), f);
   }
   // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread stores or clears.
+  // They must be those that copy_values has this thread copy: no barrier is between.
   template <class F> __device__ __forceinline__ void each_piece(F f) {
 #pragma unroll
     for (int row = 0; row < CHUNK; row += 16) f(thread / 8 + row, thread % 8);
@@ -329,7 +333,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // no o.
   __device__ __forceinline__ void start_products(u32 stage) {
     const float* const decays = s.headers[stage].decay[0];
-    const int same_lane = Choices::LANE_FROM_THREAD ? thread : int(threadIdx.x);  // the callee uses its lane % 4
+    // For decay_state, which uses it % 4 alone: `thread` and threadIdx.x have the same.
+    const int same_lane = Choices::LANE_FROM_THREAD ? thread : int(threadIdx.x);
     if constexpr (Schedule::has_outputs)
       multiply_scores_and_state<SPLIT_SCORES<Schedule, T>, CHANNEL_DECAYS, PART_OPERANDS, T>(o, S, v, s.operands,
                                                                                              decays, stage, same_lane);
@@ -403,8 +408,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // Computes a chunk token by token, after compute_chunk, which has left its v in registers: in the slot is o. The
   // producers fill the stage again, with the operands of one row (make_tokens in forward_growth.cuh): RWKV-6 and
   // SegmentState once a token; GLA twice, first with the token's decays and operands of 0, whose o of 0 is overwritten
-  // after the second fill. Because these are 32 or 64 fills, an even number beside the first one, the stage's next
-  // chunk waits for the parity that it would wait for after a chunk of one fill.
+  // after the second fill. make_tokens makes 32 or 64 of these fills, of a short last chunk, too, and asserts that the
+  // number is even: so the stage's next chunk waits for the parity that it would wait for after a chunk of one fill.
   __device__ __forceinline__ void compute_token_by_token(u32 chunk) {
     int row = MORE_FILLS;  // StageHeader::row[0]: the token's row, plus MORE_FILLS unless this is the last fill
 #pragma unroll 1
