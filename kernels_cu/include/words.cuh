@@ -7,9 +7,10 @@
 
 // A word is a number and the epoch in which it was written: the kernel counts epochs, the same in all blocks. A reader
 // loads a word until it is of the wanted epoch: no barrier and no fence is needed. A word of 64 bits holds the whole
-// epoch. A word of 32 bits holds the epoch's lowest bit in place of the number's lowest bit: only for words that are
-// written in every epoch, and read in every epoch by all of their readers, so that a word is of this epoch or of the
-// last one.
+// epoch. A word of 32 bits holds the epoch's lowest bit in place of the number's lowest bit, which is lost: only for
+// words that are written in every epoch, and read in every epoch by all of their readers, so that a word is of this
+// epoch or of the last one. Before the first launch the host sets words of either size to 0, which is epoch 0
+// (word_buffers in models/rwkv/cuda_decoder.py); epochs start at 1.
 template <typename Word> __device__ __forceinline__ Word word_of(float x, u32 epoch);
 template <> __device__ __forceinline__ u64 word_of(float x, u32 epoch) { return __float_as_uint(x) | u64(epoch) << 32; }
 template <> __device__ __forceinline__ u32 word_of(float x, u32 epoch) {
@@ -17,7 +18,8 @@ template <> __device__ __forceinline__ u32 word_of(float x, u32 epoch) {
 }
 __device__ __forceinline__ float number(u64 word) { return __uint_as_float(u32(word)); }
 __device__ __forceinline__ float number(u32 word) { return __uint_as_float(word & ~1u); }
-// Of the BITS_OF_EPOCH that a word holds: 0 if the word is of this epoch. Other bits are arbitrary.
+// The bits in which a word's epoch differs from `epoch`. BITS_OF_EPOCH, a mask, has the bits of the epoch that a word
+// holds: if other_epoch is 0 in these, the word is of this epoch. Bits outside of the mask are arbitrary.
 __device__ __forceinline__ u32 other_epoch(u64 word, u32 epoch) { return u32(word >> 32) ^ epoch; }
 __device__ __forceinline__ u32 other_epoch(u32 word, u32 epoch) { return word ^ epoch; }
 template <typename Word> constexpr u32 BITS_OF_EPOCH = ~0u;
@@ -30,6 +32,8 @@ __device__ __forceinline__ void put_word(u32* to, float x, u32 epoch) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word_of<u32>(x, epoch)) : "memory");
 }
 
+// Loads say nothing of other memory (no clobber "memory"): all that a reader needs is in the word, so that the compiler
+// may move other accesses across.
 __device__ __forceinline__ void load_word(u64& word, const u64* from) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from));
 }
@@ -69,9 +73,11 @@ __device__ __forceinline__ void take_words(Words (&words)[N], const Word* const 
   do { load_words(words, from); } while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>);
 }
 
-// The largest of the keys of a grid's blocks; one thread of each block calls this, with a key above 0. The last block
-// to call gets the largest key, all others get 0. most, in memory: the largest key so far; brought: the number of calls
-// so far. Both must be 0 before, and are 0 afterwards.
+// The largest of the keys of a grid's blocks, which has one dimension; one thread of each block calls this, with a key
+// above 0: any integer in the order that is wanted (key_of in rwkv6/decode_layers.cuh: a logit above a token). The last
+// block to call gets the largest key, all others get 0. most, in memory: the largest key so far; brought: the number of
+// calls so far, which acq_rel keeps behind the calls' keys. Both must be 0 before, and are 0 afterwards: plain stores
+// do, since all blocks have called.
 __device__ __forceinline__ u64 most_of_grid(u64* most, u32* brought, u64 key) {
   u32 before;
   asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(most), "l"(key) : "memory");

@@ -31,8 +31,10 @@
 // either kind from a tile of shared memory: a left operand from 16 rows of queries, TRANSPOSED two right ones from 16
 // rows of keys, each of 16 channels. multiply(d, left, right) is d[query, key] += their product over these channels.
 // From intra_decays.cuh: WARP_ROWS = 16 tokens of a warp, SUB_CHUNK = 8; ROW<BK>: the distance of rows in shared
-// memory; WIDTH<T>: how many neighbouring channels a lane has, of a token a Piece<WIDTH, T>; load, put and the
-// functions of decays take those of all 16 tokens. A lane has g = lane / 4 and t = lane % 4 throughout.
+// memory; WIDTH<T>: how many neighbouring channels a lane has, of a token a Piece<WIDTH, T>. load reads the pieces of
+// all 16 tokens, and zeros if a token or channel does not exist: then the gate's decay is 1; functions of decays take
+// what it read; multiply_sub_chunk multiplies a lane's channels of 8 stored rows by factors; put stores WIDTH floats. A
+// lane's g = lane / 4 and t = lane % 4, but args.g and from.g are gates. c is a channel, in the kernel a chunk.
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k;
@@ -43,7 +45,8 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of q, k and g start at multiples of so many bytes, and are multiples long
 };
 
-// The warps of a block, and its rows. BK: K rounded up.
+// The warps of a block, and its rows. BK: K rounded up. Two warps if BK is 256: so Shared has 70 KiB (72 if it is
+// 128), and three blocks, the kernel's launch bound, fit in the 228 KiB of Hopper's multiprocessors.
 template <int BK> constexpr int WARPS = BK > 128 ? 2 : 4;
 template <int BK> constexpr int ROWS = WARPS<BK> * WARP_ROWS;
 
@@ -155,7 +158,7 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
     each_16_channels([&](auto& queries, auto& keys) { multiply(border_scores, queries, keys[0]); });
     __syncwarp();  // they have been read
     // From borders of sub-chunks to borders of the 16 tokens: the second sub-chunk's queries, the first one's keys. A
-    // lane multiplies channels that it has stored itself.
+    // lane multiplies channels that it has stored itself: so no __syncwarp is needed before.
     multiply_sub_chunk<BK>(q + SUB_CHUNK * ROW<BK> + channel, sub_chunk_decays[0]);
     multiply_sub_chunk<BK>(k + channel, sub_chunk_decays[1]);
     float both[W];
@@ -165,10 +168,11 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
   }
   if (__any_sync(0xffffffffu, grows)) score_pairs_one_by_one<ReadOrder>(within, from, args);
   // Lane l gets the score of token l % 16 with itself: the sum over the 16 lanes of its half of the warp, then over
-  // both. sum_and_share (lanes.cuh) leaves each of 16 lanes one of 16 sums.
+  // both. sum_and_share<sums, first shuffle distance, last> (lanes.cuh) leaves each of 16 lanes one of 16 sums.
   sum_and_share<WARP_ROWS, WARP_ROWS / 2, 1>(self_scores);
   const float sum = self_scores[0] + __shfl_xor_sync(0xffffffffu, self_scores[0], WARP_ROWS);
-  // Pairs of one sub-chunk: keys after the query become 0, a token's own key gets self_scores.
+  // From here on all wrong numbers of `within` are replaced. Pairs of one sub-chunk: keys after the query become 0, a
+  // token's own key gets self_scores.
 #pragma unroll
   for (int sub_chunk = 0; sub_chunk < 2; ++sub_chunk) {
     const float score = __shfl_sync(0xffffffffu, sum, SUB_CHUNK * sub_chunk + g);
@@ -207,8 +211,8 @@ __device__ __forceinline__ void store_earlier_keys(float* k, float* keys_decay, 
 __device__ __forceinline__ float2 load_float2(const float* x) { return *reinterpret_cast<const float2*>(x); }
 
 // Adds to d[n] the scores of the warp's 16 queries with the n-th 16 keys in s.k, n < `count`, laid out as `within` is.
-// Multiplies s.gap_decay by the decays over these keys, for the keys before them, which come next: the latest keys are
-// the first, and `decays` grows by each.
+// Goes from the latest 16 keys, n = count - 1, to the earliest, and multiplies `decays`, the gap's, by the decay over
+// each 16 keys after their use. Stores them in s.gap_decay for the next call, which takes the keys before these.
 template <typename T, int BK>
 __device__ __forceinline__ void score_earlier(float (&d)[WARPS<BK>][2][4], Shared<BK>& s, int warp, int count) {
   const int lane = threadIdx.x & 31, t = lane & 3;
@@ -305,7 +309,8 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Ar
   for (int group = query_group;; --group) {
     __syncthreads();  // decayed queries and keys, and the decays over 16 keys, are in shared memory
     if (first_row < span.stop) {
-      // Of the block's own group a warp uses the keys of earlier warps: score_within has the scores of its own.
+      // Of the block's own group a warp uses the keys of earlier warps: score_within has the scores of its own. Warps
+      // without rows have stored no keys of this group, but they are the last warps: none uses their keys.
       const int count = group == int(query_group) ? warp : WARPS<BK>;
       float d[WARPS<BK>][2][4] = {};
       score_earlier<T, BK>(d, s, warp, count);
