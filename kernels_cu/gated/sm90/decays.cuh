@@ -1,5 +1,5 @@
 // what      Hopper's backward of GLA and RWKV-6: decays of a chunk's queries and keys, and products of queries or
-//           keys with a matrix [query, key] of a chunk.
+//           keys with a matrix [query, key] of a chunk: dA, dA_ij = scale do_i . v_j, the gradient of the scores A.
 // math      g are log gates; a chunk of 32 tokens has four sub-chunks of 8. The decay between query i and key j < i is
 //           a factor of the query times a factor of the key, in one of three ways:
 //           in a sub-chunk        from its middle m, between tokens 3 and 4 (GLA: halfway through gate 4):
@@ -38,7 +38,8 @@
 //   max_nan            the larger number, or NaN if the first is NaN; max_nan<G>: of both numbers of a register
 //   low, high          the two bfloat16 numbers of a register as floats; remainder_of: their rounding errors
 //   cut_off            a float32 without its last 13 bits
-//   opaque             x, computed anew from there on: no register keeps what depends on it
+//   opaque             x, computed anew from there on: no register keeps what depends on it. Whether that or
+//                      in_register (below) spares registers only a compilation tells (SPILLED in test_compile)
 #include "ptx.cuh"
 #include "read_order.cuh"
 #include "tf32.cuh"
@@ -59,7 +60,8 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
 
 // A product in tf32 ignores the last 13 bits of a float32 operand (to round it would take four instructions): on
 // average 0.7213 * 2^-11 of the number (0.7213 = 1 / (2 ln 2), the mean of 1/m over mantissas m with uniform
-// logarithms). The including kernels multiply results by this factor, once for each operand that was cut off.
+// logarithms). Results need this factor for each operand that was cut off. QueryRow has it in dA, for the queries or
+// keys that meet dA, which is itself rounded; states.cuh in the operand of S; backward_keys.cu in scores, twice.
 constexpr float TF32_CORRECTION = 1.f + 0.7213f / 2048;
 
 // Calls f(n, h) for this lane's tokens 2t and 2t + 1 in each sub-chunk n, of each channel g + 8h.
@@ -394,7 +396,8 @@ __device__ __forceinline__ void decay_within(LaneSubChunk& queries, LaneSubChunk
 // A lane's operands, in tf32, of pairs of tokens in different sub-chunks. by8, at the borders after 8 and 24 tokens:
 // queries of sub-chunks 1 and 3, or keys of 0 and 2; by16, at the border after 16 tokens: queries of 2 and 3, or keys
 // of 0 and 1. The products' results, sums over the pairs of each of these queries or keys, have the same type and
-// order.
+// order. They lack the decay of the query or key itself: for dq and dk callers multiply those of by16 of queries of 3 by
+// the decay of sub-chunk 2, of keys of 0 by that of 1, then all by the decay from the sub-chunk's start, or to its end.
 struct Across {
   LaneSubChunk by8[2], by16[2];
 };
@@ -442,7 +445,7 @@ __device__ __forceinline__ void decay_keys(Across& to, const Operand& k, const L
 
 // ---- pairs of tokens ------------------------------------------------------------------------------------------------
 
-// Values of pairs [query, key] in tf32, for keys up to the query (RWKV-6: before it). pair_index is the index of a
+// dA's values of pairs [query, key] in tf32, for keys up to the query (RWKV-6: before it). pair_index is the index of a
 // pair's value. It moves a row's groups of 8 keys: group m of query i is at place m XOR i % 4 XOR i / 4 % 2. So both
 // reads touch 32 banks: that of add_keys, 8 keys of 4 neighbouring queries, and that of add_queries, 8 keys of queries
 // 0, 2, 4 and 6 of a sub-chunk.
@@ -451,10 +454,10 @@ __device__ __forceinline__ constexpr int pair_index(int query, int key) {
   return query * CHUNK + (key ^ 8 * ((query & 3) ^ (query >> 2 & 1)));
 }
 __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return x[0][pair_index(query, key)]; }
-// x rounded to tf32, as A and dA are stored.
+// x rounded to tf32, as dA and, in backward_keys.cu, the scores A are stored.
 __device__ __forceinline__ float rounded_to_tf32(float x) { return __uint_as_float(to_tf32(x)); }
 // RWKV-6: scale do_i . v_i of a token. Those of sub-chunk n are side by side in row n of Pairs, where pair_index puts
-// keys 24 to 31 of query n: they are after the query and in no pair.
+// keys 24 to 31 of query n: they are after the query and in no pair. So none may store zeros for these keys there.
 __device__ __forceinline__ constexpr int self_weight_index(int n) {
   return n * CHUNK + (CHUNK - SUB_CHUNK ^ n * SUB_CHUNK);
 }
@@ -470,8 +473,8 @@ __device__ __forceinline__ float2 self_weights(Pairs& x, int n) {
   return *reinterpret_cast<const float2*>(&self_weight_at(x, n * SUB_CHUNK) + 2 * (threadIdx.x & 3));
 }
 
-// Stores dA of a query and of pairs of neighbouring keys. Queries and keys that meet dA in products are cut off to
-// tf32, on average to 1 / TF32_CORRECTION of them.
+// Stores dA of a query and of pairs of neighbouring keys, times TF32_CORRECTION, since queries and keys that meet dA in
+// products are cut off to tf32. Self weights meet no tf32 product and lack that factor.
 template <class ReadOrder> struct QueryRow {
   Pairs& dA;
   float scale, factor;
@@ -484,8 +487,9 @@ template <class ReadOrder> struct QueryRow {
         query(query),
         distance(query - first_key),
         index(pair_index(query, first_key)) {}
-  // Stores dA of the keys first_key + 8n and the next, from the query's do . v with both. RWKV-6: also stores the
-  // query's self weight, if it is one of the keys.
+  // Stores dA of the keys first_key + 8n and the next, from the query's do . v with both. 8n must not carry, as the XOR
+  // below adds it: the passes' first keys are 2t, and for n < 2 also 16 + 2t. They put no keys from 16 on of queries
+  // 0 to 3: self weights lie there. RWKV-6: also stores the query's self weight, if it is one of the keys.
   __device__ __forceinline__ void put(int n, float first, float second) const {
     const auto value = [&](int key, float product) {  // key: counted from first_key
       if (ReadOrder::reads_before_write && key == distance) self_weight_at(dA, query) = scale * product;
