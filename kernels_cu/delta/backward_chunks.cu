@@ -8,10 +8,12 @@
 //           M_ij = D_ij k_i . k_j, j < i; A_ij = D_ij q_i . k_j, j <= i; dbeta_i = w_i . e_i
 //           dA_ij = scale beta_j do_i . e_j, j <= i;   dM_ij = -beta_i beta_j w_i . e_j, j < i
 //           dq_i = scale D_i S do_i + sum_j dA_ij D_ij k_j
-//           dk_i = E_i beta_i dS e_i - beta_i D_i S w_i + sum_j (dM_ij + dM_ji) D_ij k_j + sum_j dA_ji D_ji q_j
-//           dg_t adds up all terms that gate t multiplies: of S with the rows (queries and keys) i >= t, of dS with the
-//           keys j < t, A dA + M dM of pairs j < t <= i, and <S, dS>, the sum of all S dS, times the chunk's decay.
-//           No dg is a difference of two sums over tokens, which would round more than the result
+//           dk_i = E_i beta_i dS e_i - beta_i D_i S w_i + sum_j (dM_ij D_ij + dM_ji D_ji) k_j + sum_j dA_ji D_ji q_j,
+//           where dA_ij and dM_ij are 0 for other i, j than above: of dM_ij and dM_ji at most one is not
+//           dg_t adds up all terms that gate t multiplies: of rows i >= t, q_i . dq_i + k_i . dk_i of their terms with
+//           S alone; of keys j < t, k_j . dk_j of its term with dS; of pairs j < t <= i, A dA + M dM; and <S, dS>, the
+//           sum of all S dS, times the chunk's decay. No dg is a difference of two sums over tokens, whose rounding
+//           errors could exceed dg
 // shapes    q k dq dk [B, H, T, K], do [B, HV, T, V], e w: a row for each of [B, HV, T] (backward_states.cu), g beta
 //           dbeta dg [B, HV, T], the last two float32; S and dS: backward_storage.cuh. If heads of values share a head
 //           of queries, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: the gradients of a head of
@@ -19,14 +21,16 @@
 //           sum_parts.cu adds up
 // grid      a block for every (batch, head of values, chunk); a warp for every 16 channels
 // smem      Shared: the chunk's q and k; 64 columns of S, dS, do, e and w at a time
-// barriers  q, k and decays are in shared memory. Two for every 64 columns: the columns have arrived (the first time
-//           also: inverse lengths are in shared memory) | they have been read. Then: gate_terms, the matrices of tokens
-//           and `pairs` are in shared memory | pair_terms are. Three more if rows are normalized and parts are not
-//           stored: gate_terms have been read | dot products of a warp's channels are in shared memory | `parallel` is
+// barriers  in this order (names: struct Shared). q, k and decays are in shared memory. Two for every 64 columns: the
+//           columns have arrived (the first time also: inverse lengths are in shared memory) | they have been read.
+//           Then: gate_terms, dq_from_k, dk_from_k, dk_from_q and `pairs` are in shared memory | pair_terms are. Three
+//           more if args.normalized, without args.parts: gate_terms have been read | dot products of a warp's channels
+//           are in shared memory | `parallel` is
 // numerics  products of T (operands.cuh) are summed in float32. With 16-bit T, e (in dA and dM) and the matrices of
 //           tokens that multiply q and k are each kept as the sum of two T; dS e takes e rounded to T, as dS is. No
 //           division by a decay or by beta
-// source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
+// source    Yang et al., 2024 (2412.06464), section 3.3, has A and M; dA and dM are their gradients, which dk takes
+//           transposed, too
 // limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256; `parts` if args.group
 //           > 1, else dq and dk; tokens and columns past the end are zeros in shared memory
 // tests     test_delta_kernels; test_compile (no spills but those that it names)
@@ -42,11 +46,12 @@
 //     operands of tensor cores
 //   Word<T>: two neighbouring numbers, which unpack_pair and put_pair load and store as floats
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
-//     is token 16 m + 8 down + g, column 8 across + 2t + p
+//     is token 16 m + 8 down + g, column 8 across + 2t + p. each_pair(f): calls f(i, c, m, across, down) for the lane's
+//     pairs, of token i and of columns c and c + 1, counted in the block. sum_over_lanes<4>: over lanes of one g
 //   padded(V): V rounded up to 64
-//   Matrix: [32, 32] numbers, each the sum of two; multiply_tokens: adds the product of a Matrix with a tile.
-//     put_split: stores such a sum. TokenFactors: decays, betas, inverse lengths of the chunk's tokens (the latter by
-//       set_inverse_lengths)
+//   Matrix: [32, 32] numbers, each the sum of two; at(i, j): their place. put_split: stores such a sum there.
+//     multiply_tokens: adds the product of a Matrix with a tile. TokenFactors: decays, betas, inverse lengths of the
+//     chunk's tokens (the latter by set_inverse_lengths)
 //   TokenNumbers: the decay and beta of a lane's token
 //   state_index: where chunk_states has a chunk's state
 //   blocks_with_room(n): the second launch bound: n blocks a multiprocessor, or fewer if its shared memory holds fewer
@@ -71,11 +76,12 @@ template <typename T, int BK> struct alignas(16) Shared {
   static constexpr int WARPS = BK / 16;
   static constexpr int ERRORS = sizeof(T) == 2 ? BT * COLUMNS : 16 / sizeof(T);  // float has none: a placeholder
   T q[BT * BK], k[BT * BK];  // tiles: place<BK>(q, i, c) is the address of channel c of token i
-  union {                    // the barrier at the end of the loop over columns is between these two, and the next two
+  // Of this union and of the next, the loop over columns uses the first member, what follows the loop the second. The
+  // barrier at the loop's end ("the columns have been read") is between them.
+  union {
     T states[2][COLUMNS * BK];  // S, dS: [BK / 64, COLUMNS / 8, 8] matrices, each of 8 columns by 8 channels
     struct {
-      // After the loop over columns. [BT, BT], in 16 bits sums of two numbers: dq += dq_from_k k, dk += dk_from_k k +
-      // dk_from_q q.
+      // [BT, BT], in 16 bits sums of two numbers: dq += dq_from_k k, dk += dk_from_k k + dk_from_q q.
       Matrix<T> dq_from_k, dk_from_k, dk_from_q;
       float pair_terms[WARPS][BT];  // the sums of dg over pairs of a warp's rows
     };
@@ -84,10 +90,10 @@ template <typename T, int BK> struct alignas(16) Shared {
     struct {
       T do_[BT * COLUMNS], e[BT * COLUMNS], e_error[ERRORS], w[BT * COLUMNS];  // tiles of COLUMNS
     };
-    float pairs[BT][LD];  // after the loop over columns: A_ij dA_ij + M_ij dM_ij, read for j < i
+    float pairs[BT][LD];  // A_ij dA_ij + M_ij dM_ij, read for j < i
   };
   TokenFactors factors;               // inverse_length: of k_i at i, of q_i at BT + i, as in dots and parallel
-  union {                             // a barrier of its own is between these two
+  union {                             // between these two: the barrier "gate_terms have been read"
     float gate_terms[WARPS][2 * BT];  // over a warp's channels: of S with row i, at i; of dS with key j, at BT + j
     float dots[WARPS][2 * BT];        // over a warp's channels: k . dk, then q . dq
   };
@@ -119,7 +125,8 @@ __device__ __forceinline__ void prefetch_columns(const Args<T, G>& args, i64 b, 
 }
 
 // Starts copying 64 columns from `column` on of S, dS, do, e and w. Tiles of S and dS whose channels are all past the
-// end become 0: backward_states.cu has not written them.
+// end become 0: backward_states.cu has not written them. It has written zeros to the columns of S, dS, e and w from V
+// up to padded(V).
 template <int BK, typename T, typename G>
 __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>& args, i64 b, i64 h, const Span& span,
                                               i64 chunk, int column) {
@@ -201,8 +208,8 @@ __device__ __forceinline__ void add_state_dots(float (&dot)[4], const T* S, cons
 }
 
 // A task of a warp beside the products of rows with states. Tasks 0 to 5: dA and dM of the 16 tokens i from `row` on
-// and the 8 keys j from `key` on; there is none for blocks without a pair j <= i. Tasks 6 and 7: <S, dS> over the 32 of
-// 64 columns from `column` on.
+// and the 8 keys j from `key` on. No task has a block without a pair j <= i; dk_from_k, which is read whole, gets such
+// blocks from their mirror images. Tasks 6 and 7: <S, dS> over the 32 of 64 columns from `column` on.
 struct Task {
   static constexpr int COUNT = 8;
   bool has_pairs;
@@ -316,7 +323,8 @@ enum Kind { OF_Q, OF_K };  // also the order of `parts`
 
 // Stores dx, the warp's channels of dq or dk: unchanged in `parts`, or by way of x, the tile of q or k, which it
 // overwrites. If `divided`, removes the part of dx along x and divides the rest by the length of x. each_pair calls its
-// function for a lane's pairs of channels c, c + 1 (of the block) of token i. Only this warp reads its channels of x.
+// function for a lane's pairs of channels c, c + 1 of token i. Since the barrier after store_pairs only this warp reads
+// its channels of q and k.
 template <int BK, typename T, typename G>
 __device__ __forceinline__ void store_gradient(Shared<T, BK>& s, const Args<T, G>& args, const Place& at,
                                                const Accumulators& dx, Kind kind, bool divided, i64 b, i64 h, i64 head,
@@ -350,7 +358,7 @@ __device__ __forceinline__ void store_gradient(Shared<T, BK>& s, const Args<T, G
   __syncwarp();  // the warp's channels of the gradient are in shared memory
   T* const first = to.row(b, head, span.start);
   if (bytes == 16) {
-    constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
+    constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;  // ACROSS: pieces of the warp's channels of a token
 #pragma unroll
     for (int n = 0; n < BT; n += 32 / ACROSS) {
       const int i = n + lane / ACROSS, c = channel + lane % ACROSS * PIECE;

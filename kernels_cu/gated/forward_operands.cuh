@@ -13,17 +13,19 @@
 //           A chunk of 16 tokens (if operands are floats) is half 0 alone. Only a sub-chunk's middle has queries before
 //           it and keys after it: these are divided by the decay between them and it. For the product with S, queries
 //           are decayed from the chunk's start (tile state_q), and keys to its end (state_k)
-// barriers  of the callers, as in gated/forward.cu. For each chunk: fetch_chunk_gates; every thread waits for its own
-//           copies; store_span_decays; a barrier: q, k and span_decays are in shared memory, and `grows` is the OR of
-//           what store_span_decays returned to the block's threads; make_operands for each of the warp's shares; a
-//           barrier: the operands and the chunk's decay are in shared memory
+// barriers  those of the callers: gated/forward.cu, as here, gated/wide_operands.cu, value_gate/forward.cu. For each
+//           chunk: fetch_chunk_gates; every thread waits for its own copies; store_span_decays; a barrier: q, k and
+//           span_decays are in shared memory, and `grows` is the OR of what store_span_decays returned to the block's
+//           threads; make_operands for each of the warp's shares; a barrier: the operands and the chunk's decay are in
+//           shared memory
 // numerics  Decays are e^(sum of at most four adjacent gates) and products of these, never quotients or differences of
-//           longer sums: so a reset (a gate of -inf) gives an exact 0. Only a score within one sub-chunk takes it for
-//           e^-20: operands about a middle divide, by decays that are clamped to at least e^-20 a token. A score has at
-//           most three such divisors, e^60 in all (a fourth one only in a token's score with itself, which
-//           store_direct_scores replaces). If a gate is above GROWTH or NaN, scores in a sub-chunk are computed pair by
-//           pair instead (growth.cuh). Scores that no gate multiplies are float32 dot products: of a token's own query
-//           and key, and in RWKV-6 of a query and the key before it in its span
+//           longer sums: so a reset (a gate of -inf) gives an exact 0. Only a score within one sub-chunk takes a reset
+//           for e^-20: operands about a middle divide, by decays that are clamped to at least e^-20 a token. A score
+//           has at most three such divisors, e^60 in all (a fourth one only in scores of a sub-chunk's last token, in
+//           RWKV-6 also of its first one, with itself, which store_direct_scores replaces). If a gate is above GROWTH
+//           or NaN, scores in a sub-chunk are computed pair by pair instead (growth.cuh). Scores that no gate
+//           multiplies are float32 dot products: of a token's own query and key, and in RWKV-6 of a query and the key
+//           before it in its span
 //
 // A warp has whole spans, a lane LANE_CHANNELS channels of all tokens of a span: so products over tokens need no
 // shuffles. BK: the channels of a tile. PRODUCTS: 1 or 3 tf32 products for a product of float32 data. grows: whether a
@@ -35,14 +37,17 @@
 //   s.border      BORDER rows of queries, then as many of keys. s.direct: see store_direct_scores
 //   state_q(s, stage), state_k(s, stage)  the tiles; s.q[stage] and s.k[stage] if operands are as large as data
 //   MiddleOf      for operands about a middle. `Type`: in shared memory. They are multiplied as data of type `Product`
-//                 are, in PRODUCTS<N> products where other operands take N. Type, Product, PRODUCTS<N> are those of
-//                 other operands, T and N; but of bfloat16 data float, float and 1 if launches share the channels
+//                 are, in PRODUCTS<N> products where other operands take N. In general Type is OperandOf<T>::Type,
+//                 Product is T, and PRODUCTS<N> is N. But of bfloat16 data in Schedule SplitChannels (launches each
+//                 have a part of the channels, whose scores may cancel) Type and Product are float, PRODUCTS<N> is 1
+//   Shared::Gate  G, the gates' type. A gate is of one channel: ScalarDecay is Hopper's kernels' alone
 // From forward_tiles.cuh
-//   OperandOf<T>::Type  the type of other operands in shared memory: bfloat16, or float
+//   OperandOf<T>::Type  the type of other operands in shared memory: bfloat16 of bfloat16 data, else float
 //   operand_value a number as it is stored there
-//   Piece         neighbouring values of a row, in 32-bit words
+//   Piece         neighbouring values of a row, in 32-bit `words`, each of one float or of two 16-bit values
 //   Spot          a lane's swizzled place in each group of 8 rows of a tile: get and put add the group and a row
 // From others
+//   sum_and_share<SPAN, 2, 1>  sums each of 4 values over 4 lanes: lane l has the sum of value l % 4 in x[0]
 //   GROWTH        1 nat. decay_of(x): e^x. LEAST_DECAY: e^-20. inverse(x): 1 / x
 //   max_nan(x, y) the larger one, or NaN if one is NaN; max_nan<G>: of each half of two words
 //   cp_async      a copy to shared memory
@@ -281,7 +286,7 @@ __device__ __forceinline__ void store_span(const AnySpot& spot, Stored* tile, in
 
 // Stores middle_q and middle_k: queries decayed from, and keys decayed to, the middle of their sub-chunk. AFTER_MIDDLE:
 // the span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are. The two constants are
-// what callers pass for the template parameter, as BEFORE_SPAN and AFTER_SPAN are for BEFORE.
+// for callers to pass; within the function its parameter AFTER_MIDDLE hides the constant.
 constexpr bool AFTER_MIDDLE = true, BEFORE_MIDDLE = false;
 template <class ReadOrder, bool AFTER_MIDDLE, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
           class WarpShare>
@@ -358,8 +363,9 @@ __device__ __forceinline__ void store_direct_scores(Shared& s, const WarpShare& 
   }
 }
 
-// Before the first chunk, by all threads of the block: sets to zero the scores A, which no task stores above the
-// diagonal, and the part of direct scores that nobody stores where a share has all channels.
+// Before the first chunk, by all threads of the block: sets to zero the scores A, of which the tasks of
+// forward_products.cuh store no block of 8 x 8 above the diagonal, and the part of direct scores that nobody stores
+// where a share has all channels.
 template <class WarpShare, int THREADS, class Storage> __device__ __forceinline__ void clear_scores(Storage& s) {
   constexpr int NUMBERS = sizeof s.A / sizeof s.A[0], QUERIES = sizeof s.direct[0][0] / sizeof(float);
   for (int index = threadIdx.x; index < NUMBERS; index += THREADS) s.A[index] = {};
@@ -458,6 +464,7 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
   } else {
     compute_decays();
   }
+  // From here on q and k of the share are overwritten, where state_q and state_k are their memory: read them before.
   const OtherHalfDecay<WarpShare> other(s.span_decays, coord);
   if constexpr (Schedule::has_outputs) decay_queries<ReadOrder, PRODUCTS>(s, stage, coord, token_decays, other, grows);
   decay_keys<PRODUCTS>(s, stage, coord, token_decays, other, grows);
