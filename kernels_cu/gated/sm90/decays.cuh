@@ -396,8 +396,8 @@ __device__ __forceinline__ void decay_within(LaneSubChunk& queries, LaneSubChunk
 // A lane's operands, in tf32, of pairs of tokens in different sub-chunks. by8, at the borders after 8 and 24 tokens:
 // queries of sub-chunks 1 and 3, or keys of 0 and 2; by16, at the border after 16 tokens: queries of 2 and 3, or keys
 // of 0 and 1. The products' results, sums over the pairs of each of these queries or keys, have the same type and
-// order. They lack the decay of the query or key itself: for dq and dk callers multiply those of by16 of queries of 3 by
-// the decay of sub-chunk 2, of keys of 0 by that of 1, then all by the decay from the sub-chunk's start, or to its end.
+// order. They lack the decay of the query or key itself: for dq and dk callers multiply by16 of queries of 3 by the
+// decay of sub-chunk 2, of keys of 0 by that of 1, then all by the decay from the sub-chunk's start, or to its end.
 struct Across {
   LaneSubChunk by8[2], by16[2];
 };
