@@ -94,7 +94,7 @@ template <typename T, int BK> struct alignas(16) Shared {
   };
   TokenFactors factors;               // inverse_length: of k_i at i, of q_i at BT + i, as in dots and parallel
   union {                             // between these two: the barrier "gate_terms have been read"
-    float gate_terms[WARPS][2 * BT];  // over a warp's channels: of S with row i, at i; of dS with key j, at BT + j
+    float gate_terms[WARPS][2 * BT];  // over a warp's channels: row i's terms with S, at i; key j's with dS, at BT + j
     float dots[WARPS][2 * BT];        // over a warp's channels: k . dk, then q . dq
   };
   float state_dots[2];     // <S, dS>, of the first and of the second half of every 64 columns

@@ -35,16 +35,16 @@
 //     parity ^ 1 is that of the round before, for which the first round does not wait. next(): the next stage
 //   init_stages<WARPS>(full, empty): `full` waits for the producer and the announced bytes, `empty` for WARPS warps
 //   release(barrier): this warp arrives at a barrier that lets the producer overwrite what the warp has read
-//   PendingStore: of a warp's last store_rows. begin() notes it. release(barrier), if it is noted: lane 0 waits until o
-//     has been read from shared memory (tensor_store_wait), and arrives at the barrier; then it is noted no more. Other
-//     lanes do nothing
+//   PendingStore: whether the copy engine may still read o of this warp's last store_rows from shared memory. begin():
+//     it may. release(barrier): if it may, lane 0 waits until it has read o (tensor_store_wait), and arrives at the
+//     barrier. Other lanes do nothing
 //   consume_and_produce: makes thread 0's barriers visible to all. Then the consuming warpgroups call the first
 //     function, and a thread of the next warpgroup the second
 //   prefetch_work(to, next) starts copying the entry at `next` to shared memory; `next` then is the block's next entry.
 //     take_prefetched_work(from, next) waits for the copied entry, calls prefetch_work, and returns the entry
 //   store_rows(boxes, rows, width, x, factor0, factor1, tile, row, work): stores `width` columns of a warp's 16 rows of
 //     x. A lane has two of the rows and multiplies them by factor0 and factor1. They pass through `tile`, in the warp's
-//     16 of the warpgroup's 64 rows from `row` on. Boxes move them; or, if some are no tokens of `work`, the lanes do
+//     16 of the warpgroup's 64 rows from `row` on, to memory: by boxes, or, if some are no tokens of `work`, by lanes
 //   zero_rows: zeros in rows of other sequences. Every warpgroup writes all of them, so that none waits for another
 //   needs_mask<ROWS, COLUMNS>: whether one of ROWS queries does not see one of COLUMNS keys
 //   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift). `factor` is
@@ -198,8 +198,8 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
   int first_diagonal, length;  // key position of the query tile's first row; number of keys of the sequence
   int valid_values;            // keys in the tile of v that is multiplied next; the rest belongs to other sequences
 
-  // With three warpgroups each issues the two products of a loop's iteration while the others issue none. The first
-  // scores, before the loop, and the last product with v, after it, wait for no turn. Warpgroup 2 passes the first turn
+  // With three warpgroups one at a time issues the two products of an iteration of its loop. The first scores, before
+  // the loop, and the last product with v, after it, wait for no turn. Warpgroup 2 passes the first turn to warpgroup 0
   // before the loop; for the turn that it passes last, no warpgroup waits.
   auto take_turn = [&] {
     if (TURNS) named_barrier_sync(FIRST_TURN_BARRIER + warpgroup, 256);
