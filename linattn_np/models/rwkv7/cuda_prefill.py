@@ -50,7 +50,7 @@ class MixOperations(cuda_prompts.MixOperations):
 
     def time_mix(self, layer, x, shift, wkv):
         T, (H, N) = self.T, (self.sizes[axis] for axis in "HN")
-        # mixed: w a g v k r, in the order of `cuda_decode.STACKS`; v's is an input of both products, vkr and wagv
+        # mixed: w a g v k r, in the order of `cuda_decode.STACKS`; v's is an input of both products, `vkr` and `down`
         mixed = self.shift_mix(layer, "ln1", "mix", x, shift)[0]
         v, k, r = self.product(layer, "vkr", mixed[3:])
         low = self.product(layer, "down", mixed[:4])
