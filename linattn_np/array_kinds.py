@@ -50,7 +50,7 @@ def to_native(x, library: str):
         raise TypeError(f"array of {type(x).__module__} lives on a device that is neither the host nor CUDA")
     if library == "torch":
         torch = sys.modules["torch"]
-        if x.dtype == torch.bfloat16:  # NumPy's DLPack has no bfloat16: cross as 16-bit integers
+        if x.dtype == torch.bfloat16:  # NumPy's DLPack, unlike CuPy's, has none: cross as integers
             return np.from_dlpack(x.view(torch.int16)).view(BFLOAT16)
     if library == "jax":
         return np.asarray(x)

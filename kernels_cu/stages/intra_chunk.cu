@@ -26,7 +26,7 @@
 #include "stages/copies.cuh"
 #include "stages/intra_decays.cuh"
 
-// Operands of tensor cores (fragments.cuh): Pairs<SPLIT, float, N> has N pairs a lane, each number split in two tf32.
+// Operands of tensor cores (fragments.cuh): Pairs<SPLIT, float, N>: N pairs of numbers a lane, each split in two tf32.
 // LeftOf<T> and RightOf<T> (stages/copies.cuh) are split if T is float, else rounded to tf32; `load_rounded` sets
 // either kind from a tile of shared memory: a left operand from 16 rows of queries, TRANSPOSED two right ones from 16
 // rows of keys, each of 16 channels. multiply(d, left, right) is d[query, key] += their product over these channels.

@@ -11,9 +11,9 @@
 //                                 2, so queries of 3 also have the decay of sub-chunk 2, keys of 0 that of 1)
 //           across chunks         the same from the chunk's start, and to the chunk's end
 //           RWKV-6 reads the state before token i writes: its queries' sums end with gate i - 1.
-// shapes    A warp has 16 of its warpgroup's 64 channels and all tokens. With g = lane / 4 and t = lane % 4 a lane has
-//           channels g + 8h of the warp's, h = 0 and 1, and tokens 2t and 2t + 1 of each sub-chunk. All lanes call
-//           functions with products or shuffles together.
+// shapes    A warp has 16 of its warpgroup's 64 channels and all tokens. With g = lane / 4 (g not as in
+//           math) and t = lane % 4 a lane has channels g + 8h of the warp's, h = 0 and 1, and tokens 2t and 2t + 1 of
+//           each sub-chunk. All lanes call functions with products or shuffles together.
 //           Operand (warpgroup.cuh), 16-bit numbers, two tokens a register: x[s][m] has channel g + 8(m % 2), tokens
 //           16s + 8(m / 2) + 2t and the next: a left operand [channel, token] of a product over tokens.
 //           A panel in shared memory has 128 bytes of each of a chunk's tokens: 64 channels of 16 bits, or 32 of
