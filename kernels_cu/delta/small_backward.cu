@@ -43,14 +43,18 @@
 //   Tile: tokens of a warp's heads in shared memory; STEP = 8: tokens of a step
 //   Work, work_of: a head, its tokens, and n, the number of its sequence or segment, -1 if the lane has no head;
 //     LaneCoord: the lane's head of the warp, its number in that head
-//   fetch, store: copy a step's rows; put_decays: stores e^g of gates g; HEADS: heads of a warp
-//   DeltaArgs: the arguments of kernels token by token. Of rules, channel_gates: a gate for every channel; own_erasure:
-//     a and b beside k
-//   segment_of: a Segment: its tokens and chunks, here steps; `from`, the gradient that it starts from, null for zeros;
-//     `to`, where its last one goes, null for nowhere: dh0, or, without OUTPUTS, in `starts`. The walk's first segment
-//     starts from dht, with OUTPUTS others from `starts`. If the last argument is true, the walk's first segment has
-//     all tokens and is its last one, too; the others have none
-//   sum_and_share: sums several numbers over lanes, of which each keeps as many
+//   fetch, store: copy a step's rows; lane_rows: where the lane's pieces of them are in memory; put_decays: stores e^g
+//     of gates g; HEADS: heads of a warp
+//   DeltaArgs: the arguments of kernels token by token. shape.H: heads of values (HV); P: segments of a sequence;
+//     shape.count: sequences, or segments, of a batch row; bytes: rows start on, and are multiples of, so many bytes
+//   LEAST_SQUARE = 1e-6 is added to the square of a length; converted_once<float>(x): x, which the compiler does not
+//     convert again. Of rules, channel_gates: a gate for every channel; own_erasure: a and b beside k
+//   segment_of: a Segment: its tokens and chunks, here steps; `last`: the walk comes to it last; `from`, the gradient
+//     that it starts from, null for zeros; `to`, where its last one goes, null for nowhere: dh0, or, without OUTPUTS,
+//     in `starts`. The walk's first segment starts from dht, with OUTPUTS others from `starts`. If the last argument
+//     is true, the walk's first segment has all tokens and is its last one, too; the others have none
+//   sum_and_share<N, FIRST, LAST>(x): sums each of N numbers over the lanes that differ in the bits FIRST, FIRST / 2,
+//     ... LAST. These share the sums: with two lanes each keeps N / 2 of them, with four N / 4, in x[0] and on
 
 constexpr int BLOCK = 4;  // a lane has BLOCK channels of BLOCK columns
 using State = float[BLOCK][BLOCK];
@@ -115,7 +119,8 @@ template <int D, int N> __device__ __forceinline__ void sum_over_channels(float 
 #pragma unroll
     for (int n = 0; n < N; ++n) x[n] += __shfl_xor_sync(0xffffffffu, x[n], distance);
 }
-// How many sums over columns a lane keeps: those of channels OWN<D> (lane % ACROSS<D>) and on.
+// How many of BLOCK sums over columns a lane keeps. Of its BLOCK channels the first of these has the number OWN<D> *
+// (lane % ACROSS<D>).
 template <int D> constexpr int OWN = BLOCK / ACROSS<D>;
 
 // The launch bounds: the blocks that share a multiprocessor's registers.
@@ -129,8 +134,8 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), P = int(args.P);
   const int channel = coord.lane / ACROSS<D> * BLOCK, column = coord.lane % ACROSS<D> * BLOCK;
   Work work = work_of(shape, blockIdx.x * StepTile<T, D>::HEADS + coord.head);
-  // Whether the last border of segments, in this direction, is not finite: then join_segments.cu has made its first
-  // channels NaN.
+  // Whether the state at the last border of segments, in this direction, is not finite: then join_segments.cu has made
+  // its channels 0 and 1 NaN. Reads channel 0.
   const auto is_grown = [&](bool backwards) {
     const i64 n = backwards * shape.B * shape.count + work.n / P * P + (backwards ? 0 : P - 1);
     bool grown = false;
@@ -289,7 +294,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
     Storage& in = s.stages[token / STEP % 2];
     take_step(in, true);
     if (token) fetch_step(s.stages[token / STEP % 2 ^ 1], token - STEP, true);
-    State S[STEP + 1];  // before each token, and behind the last one; without OUTPUTS nothing that is stored needs it
+    State S[STEP + 1];  // before each token, and behind the last one; without OUTPUTS not set: G' does not need it
     if (OUTPUTS) {
 #pragma unroll
       for (int n = 0; n < BLOCK; ++n) {

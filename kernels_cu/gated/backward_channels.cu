@@ -28,8 +28,8 @@
 //                                           summed one by one (growth.cuh)
 //           dg_t of pairs within a sub-chunk is a difference: the terms of the queries i >= t with all keys, less those
 //           of the keys j >= t with all queries. A pair with j >= t is in both sums, of the same rounded operands, and
-//           cancels up to float32's rounding. All other terms of dg are added, without a difference; of split operands
-//           these are, too, pair by pair (gate_terms_of_pairs).
+//           cancels up to float32's rounding. All other terms of dg are added, without a difference. If operands are
+//           split (Math::SPLIT), those of pairs within a sub-chunk are, too, pair by pair (gate_terms_of_pairs).
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32 (RWKV-6's factor of a token's own key),
 //           partial_du [B, NC, H, K] float32 (the chunks' terms of du), NC the chunks of a batch row. chunk_states:
 //           every chunk's S and dS, as backward_states.cu writes them (`state_tile_index`). Gated: v do [B, heads of
@@ -54,7 +54,9 @@
 //             store                      dq, dk and dg to memory, by all threads
 // numerics  matrix products as in fragments.cuh, with sums in float32. Scales and decays that are not part of an
 //           operand multiply these sums. tf32 operands are truncated, which makes them smaller on average;
-//           TF32_CORRECTION (fragments.cuh) multiplies that away, 1 for operands that are not truncated.
+//           TF32_CORRECTION (fragments.cuh) multiplies that away, 1 for operands that are not truncated. Of S do and
+//           dS v it is STATE_CORRECTION. put_dA corrects do . v, and dA below the diagonal beforehand for its products
+//           with keys and queries. `near` corrects the query or key that it takes truncated, as products read it.
 //           If columns of V have gates, too (Columns; GLA only), dA comes from value_gate/backward_scores.cu.
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // instances T and G are float32: PRODUCTS of 1 and 3. T has 16 bits and G is T or float32: PRODUCTS of 1, and of 3 if
@@ -76,8 +78,8 @@
 //   Left, Right          a lane's pairs p of A, of B; LeftData, RightData: of data that were loaded, not computed: only
 //                        float32 data need the split
 //   HeldLeft             a Left in few registers: `left()` makes the operand; get(p): its pair p, as products read it
-//   TF32_CORRECTION<M, E>  the factor that makes up for the truncation of one operand, stored as E; ..._OF_BOTH: of
-//                        both operands
+//   TF32_CORRECTION<M, E>  the factor of a product that makes up for the truncation of one operand, of type E in shared
+//                        memory, Stored if E is left out; TF32_CORRECTION_OF_BOTH<M, E>: of two such operands
 //   set, set_unrounded   store a pair, rounded (or split), or as it is, for products that truncate it
 //   load_left            A from a tile of shared memory: [row, depth], or, TRANSPOSED, [depth, row]
 //   load_right           two B side by side: [depth, column], or, TRANSPOSED, [column, depth]
@@ -92,6 +94,9 @@
 //   four_lane_sums(x)    over the lanes of a channel: `all`, those `before` this lane, those `after` it
 //   product_over(x, first, end, factor) = factor times x[first ... end - 1]
 // From backward.cuh and others
+//   ReadOrder            AfterWrite (GLA) or BeforeWrite (RWKV-6)
+//   exchange_and_add_halves<N>(x, distance, upper): of 2 N numbers x of this lane, and of the lane whose number differs
+//                        in the bit `distance`, N sums, in x[0] and on: the last N if `upper`, else the first N
 //   tokens_at(x, b, h, t, channel): x from token t and this channel on; its .at(i, channel, channels): a number, 0 for
 //                        channels from `channels` on
 //   gradients_of_pairs(t, q, k, decay, dA): the terms of token t's pairs within its sub-chunk: PairGradients, of dq_t,
@@ -102,7 +107,8 @@
 //   opaque(x)            x, computed again instead of held in a register; SINCE_SM100: cards whose compiler needs more
 //                        registers; max_nan(x, y): the larger one, NaN if one is
 //   fetch_rows, store_rows  copy rows of an array to a tile of shared memory, and back: of those rows and columns alone
-//                        that exist; put_pair: stores a lane's two neighbouring numbers
+//                        that exist; last argument: whether rows start on, and are multiples of, 16 bytes
+//   put_pair             stores a lane's two neighbouring numbers
 //   width_padded_to_8    the width of rows that value_gate's kernels store for this one
 //   chunk_tokens(shape, c)  a Span: the first token of chunk c, and the one after its last
 //   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8 sub-chunks; TILE = 64 channels or columns; a block has
@@ -549,8 +555,8 @@ __device__ __forceinline__ void put_dA(PairData<M>& pairs, const float (&product
     }
 }
 
-// For each t of this lane's two tokens: the sum of query_terms over the queries i >= t (RWKV-6: i > t) of the
-// sub-chunk, less the sum of key_terms over its keys j >= t.
+// For each t of this lane's two tokens: the sum of query_terms (TokenBlock) over the queries i >= t (RWKV-6: i > t) of
+// the sub-chunk, less the sum of key_terms over its keys j >= t.
 template <class ReadOrder> __device__ __forceinline__ float2 terms_from(float2 query_terms, float2 key_terms) {
   const float2 difference = query_terms + -1.f * key_terms;
   const float later_lanes = four_lane_sums(difference.x + difference.y).after;
@@ -832,8 +838,8 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
   }
 };
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), see read_order.cuh. T: the type of q, k, v, do; G: that of g and
-// dg. PRODUCTS: tf32 products for each product of float32, 1 or 3. Columns: whether columns of V have gates, see above.
+// T: the type of q, k, v, do; G: that of g and dg. PRODUCTS: tf32 products for each product of float32, 1 or 3.
+// Columns: whether columns of V have gates, see above.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns>
 __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const __grid_constant__ Args<T, G, typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> args) {

@@ -21,8 +21,9 @@ from .tokenizers import Tokenizer
 
 LONGEST_LINE = 1 << 26  # bytes of a line of JSON
 MAGIC = b"MMIDIDX\x00\x00"
-HEAD = len(MAGIC) + 8 + 1 + 8 + 8  # the magic bytes, the version, the dtype, and the numbers of texts and of documents
+HEAD = struct.Struct("<9sQBQQ")  # MAGIC, the version, the dtype, and the numbers of texts and of documents
 VERSION = 1
+# By Megatron's numbers; 6 and 7 are floats.
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
@@ -35,6 +36,7 @@ def read(path, tokenizer: Tokenizer) -> np.ndarray:
         if path.suffix in (".bin", ".idx"):
             return read_binidx(path)
         text = contents(path)
+        # A tokenizer of 256 ids is `Bytes`: every byte is its own id.
         return np.frombuffer(text, np.uint8) if tokenizer.size == 256 else ids(tokenizer.encode(text), tokenizer)
     except ContractError as error:
         raise ContractError(f"{path}: {error}") from None
@@ -63,21 +65,22 @@ def read_lines(path, tokenizer):
 
 
 def read_binidx(path):
-    """The ids in a .bin, after checking its .idx."""
+    """The ids in a .bin, after checking its .idx. Models and trainings refuse ids beyond their vocabulary."""
     index = mapped(path.with_suffix(".idx"), "an index of token ids")
-    head = index[:HEAD]
-    if len(head) < HEAD or not head.startswith(MAGIC) or int.from_bytes(head[9:17], "little") != VERSION:
-        refuse(f"its .idx starts with {head[:9]!r}, expected {MAGIC!r} and version {VERSION}")
-    if head[17] not in DTYPES:
-        refuse(f"its .idx has the dtype {head[17]}, expected one of {', '.join(map(str, DTYPES))}")
+    head = index[: HEAD.size]
+    magic, version, number, texts, documents = HEAD.unpack(head.ljust(HEAD.size, b"\0"))
+    if len(head) < HEAD.size or magic != MAGIC or version != VERSION:
+        refuse(f"its .idx starts with {head[: len(MAGIC)]!r}, expected {MAGIC!r} and version {VERSION}")
+    if number not in DTYPES:
+        refuse(f"its .idx has the dtype {number}, expected one of {', '.join(map(str, DTYPES))}")
     with opened(path.with_suffix(".bin")) as file:
         data = file.read()
-    dtype = np.dtype(DTYPES[head[17]])
+    dtype = np.dtype(DTYPES[number])
     if len(data) % dtype.itemsize:
         refuse(f"its .bin has {len(data)} bytes, expected a multiple of {dtype.itemsize}")
-    texts, documents = struct.unpack("<QQ", head[18:])
-    has_right_size = len(index) == HEAD + 12 * texts + 8 * documents
-    sizes = np.frombuffer(index, "<i4", texts if has_right_size else 0, HEAD)  # of the texts, in ids
+    # A text has a size of four bytes and a place of eight, a document a number of eight.
+    has_right_size = len(index) == HEAD.size + 12 * texts + 8 * documents
+    sizes = np.frombuffer(index, "<i4", texts if has_right_size else 0, HEAD.size)  # of the texts, in ids
     if not has_right_size or (sizes < 0).any():
         refuse(f"its .idx of {len(index)} bytes claims {texts} texts and {documents} documents, expected a sound one")
     if (count := int(sizes.sum(dtype=np.int64))) != len(data) // dtype.itemsize:

@@ -1,9 +1,10 @@
 """Checkpoints with matrices in 8 or 4 bits: safetensors files that have two arrays for a matrix.
 
     <name> int8 [M, K],          <name>.scales float32 [M]                  w = scale q
-    <name> uint8 [M, K / 2],     <name>.scales bfloat16 [M, blocks]         w = scale (q - 8), a scale for 32 neighbours
+    <name> uint8 [M, K / 2],     <name>.scales bfloat16 [M, blocks]         w = scale (q - 8)
 
-A byte of uint8 has two numbers; the lower four bits are those of the even column.
+A byte of uint8 has two numbers; the lower four bits are those of the even column. A bfloat16 scale is that of a block:
+BLOCK = 32 neighbours in a row, the row's last block maybe fewer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Stored:
-    """A matrix in 8 or 4 bits from a file. Code that loads weights may use it as a float32 array, or take its bits."""
+    """A matrix in 8 or 4 bits from a file. Code that loads weights may use it as a float32 array, or take its bits.
+
+    Each conversion makes a new array, whatever `copy` says.
+    """
 
     dtype, ndim = FLOAT32, 2
 
@@ -36,7 +40,7 @@ class Stored:
         return f"Stored({list(self.shape)}, {self.format})"
 
     def reshape(self, shape):
-        """The object itself: files have no axes of size 1 in these matrices."""
+        """The object itself. Loaders reshape arrays only to remove leading axes of size 1, which no matrix has."""
         return self
 
     def __array__(self, dtype=None, copy=None):
@@ -48,6 +52,7 @@ class Stored:
     @staticmethod
     def matrix(stack: list[Stored]) -> Matrix:
         """The `Matrix` of one of these, or of several of the same shape and format."""
+        # [matrices, M, ...], also of one matrix, as `quantised` returns them: int4 from 0 to 15
         q, scales = (np.stack([getattr(stored, name) for stored in stack]) for name in ("q", "scales"))
         if stack[0].format == "int4":
             q, scales = np.stack([q & 15, q >> 4], -1).reshape(*q.shape[:-1], -1), scales.view(np.uint16)
@@ -56,7 +61,7 @@ class Stored:
 
 
 def with_stored_matrices(weights: Mapping) -> dict:
-    """`weights` with a `Stored` in place of each matrix and its scales; ContractError if these do not fit."""
+    """`weights` with a `Stored` for each matrix and its scales; ContractError for unfit names, dtypes or scales."""
     found = {name: array for name, array in weights.items() if not name.endswith(SCALES)}
     for name, scales in weights.items():
         if not name.endswith(SCALES):

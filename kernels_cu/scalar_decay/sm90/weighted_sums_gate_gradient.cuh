@@ -6,10 +6,11 @@
 //           Stretches bound the rounding errors that a longer sum would collect
 // numerics  the terms of two tokens, neither of them before t, cancel in dg_t: up to float32's rounding if both are in
 //           one chunk, where dq and dk use the same rounded A, else up to bfloat16's
-// shapes    Fragments: with g = lane / 4 and t = lane % 4 a lane has of sums [16 rows of a warp, columns] x[4n + 2h +
-//           p]: row g + 8h, column 8n + 2t + p. Rows and columns are, of an output o (Values), columns of V and tokens;
-//           of the state S, columns of V and channels of K. A u32 has two neighbouring bfloat16 numbers of a row, the
-//           first one in its low half
+// shapes    K and V are the widths of a sum's q and o (WeightedSum): of dq and dk, K is the layer's V, and V its K.
+//           BV: columns of V of a block; BK >= K. Fragments: with g = lane / 4 and t = lane % 4 a lane has of sums
+//           [16 rows of a warp, columns] x[4n + 2h + p]: row g + 8h, column 8n + 2t + p. Rows and columns are, of an
+//           output o (Values), columns of V and tokens; of the state S, columns of V and channels of K. A u32 has two
+//           neighbouring bfloat16 numbers of a row, the first one in its low half
 // barriers  the warp that sums waits for done, and arrives at summed: partner . o, which the consumers have stored in
 //           the partner's place, has been read
 // limits    sm_90a; bfloat16
@@ -18,9 +19,12 @@
 
 // From the includes:
 //   first_token_of: the first token of an iteration's chunk; ends_stretch: whether a chunk is its stretch's last
-//   WorkTile: the block's sequence, head and tokens. swizzled(rows, row, piece): the address of 16 bytes of a row
-//   ldmatrix_row: the address that a lane gives to ldmatrix, for 16 tokens of the warp's 16 columns
-//   low, high: the numbers of a u32. exchange_and_add_halves: a step of sums over lanes of several numbers at once
+//   WorkTile: the block's sequence, head and tokens; shape.count: sequences of a batch row
+//   swizzled(rows, row, piece): the address of 16 bytes of a row. low, high: the numbers of a u32
+//   ldmatrix_row(panel, row): the address that a lane gives to ldmatrix, for the warp's 16 columns of 16 tokens from
+//     `row` on
+//   exchange_and_add_halves<N>(x, distance, upper): of 2 N numbers x of this lane, and of the lane whose number differs
+//     in the bit `distance`, N sums, in x[0] and on: the last N if `upper`, else the first N
 //   opaque(x): x, whose origin it hides from the compiler, which then holds no addresses computed from it in registers
 
 // ---- a warp that sums dg --------------------------------------------------------------------------------------------
@@ -38,7 +42,7 @@ template <int PANELS> __device__ __forceinline__ float2 partner_dots(bf16 (&part
 }
 
 // GatedQueries: writes q_i . dq_i of each token, over the BV columns of this block, to token_sums, for GatedKeys.
-// `tile`: the number of this block's tile of columns, of args.dq_tiles.
+// `tile`: the number of this block's tile of columns, of the args.dq_tiles tiles that dq has.
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& work,
                                             int tile) {
@@ -57,11 +61,12 @@ __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<
   }
 }
 
-// The uint4s of 16 columns of a stored state, and of all BK columns that there is room for.
+// The uint4s of 16 columns [BK] of a stored state, and of a slot of `stretch_states`, which has room for BK columns.
 template <int BK> constexpr int TILE_PIECES = BK / 16 * 32;
 template <int BK> constexpr int STATE_PIECES = BK / 16 * TILE_PIECES<BK>;
 
-// The address in `stretch_states` of the state of the stretch that `token` is in: S before the stretch's last chunk.
+// The address in `stretch_states` of the state of the stretch that `token`, counted from the sequence's start, is in: S
+// before the stretch's last chunk.
 // Stretches are counted from each sequence's start; the last one may be short. A sequence's first slot is its start in
 // the batch row divided by STRETCH, rounded down, plus its number in the row. No two sequences share one: n tokens have
 // floor((n - 1) / STRETCH) + 1 slots, and the next sequence's first slot is at least floor(n / STRETCH) + 1 further on.
@@ -75,7 +80,7 @@ __device__ __forceinline__ uint4* stretch_state(const Args& args, const WorkTile
 
 // GatedKeys: writes dg or, if dk has several tiles of BV columns, the part of this block's tile `tile`, of `tiles`.
 // Chunks come backward in time. The sum over the later tokens of a stretch is carried from chunk to chunk. A lane has
-// the chunk's tokens 2 lane, its first, and 2 lane + 1, its second.
+// the chunk's tokens 2 lane, its first, and 2 lane + 1, its second. `token`: its first one, in the batch row.
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& work,
                                               int tile, int tiles) {
@@ -93,7 +98,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   };
   float later_chunks = 0.f;                         // the sum over the stretch's chunks after this one
   float first_dots[BK / 64], second_dots[BK / 64];  // q . dq of the lane's tokens, by tile of dq
-  // Loads token_sums of the chunk from `start` on, unless it is below 0, of up to BK / 64 tiles of dq.
+  // Loads token_sums of the chunk from `start` on, unless it is below 0, of all tiles of dq; moves `from` on.
   const auto load = [&](int start) {
 #pragma unroll
     for (int dq_tile = 0; dq_tile < BK / 64; ++dq_tile) {
@@ -183,7 +188,8 @@ template <class F> __device__ __forceinline__ void each_token_pair(bf16 (&panel)
 
 // Replaces the warp's 16 columns of `partner` (q for dq, k for dk) by the products partner_i . o_i over these columns,
 // one number for each token i: row r of the panel gets those of tokens 2r and 2r + 1. The sum of `last_token_term` over
-// lanes is added to the chunk's last token.
+// lanes is added to number 63, which all of the chunk's dg_t include, also if the chunk has fewer tokens. GatedKeys
+// passes shares of -<S, dS> in a stretch's last chunk, as sum_gradients subtracts these numbers; else the term is 0.
 __device__ __forceinline__ void store_dot_products(bf16 (&partner)[CHUNK][64], const Values& o, float last_token_term) {
   const int thread = opaque(threadIdx.x), lane = thread & 31, g = lane >> 2;
   float x[CHUNK / 4] = {};  // x[2n + p] is of token 8n + 2t + p

@@ -28,12 +28,12 @@
 // From the includes:
 //   RingPosition: the stage and its barrier's parity; warp_uniform(x): x, which all lanes of the warp have
 //   consume_and_produce<2>: two warpgroups call the first function, one more thread the second
-//   take_prefetched_work: the block's next Work; start_tile_copy: starts tensor copies of a tile, whose bytes the
-//     caller announces at the barrier; load_operand_rows: 64 rows as operands; copy_bulk: starts a copy whose bytes the
-//     caller announces likewise
+//   take_prefetched_work: the block's next Work; starts to copy the one at `next`, which it moves on. start_tile_copy:
+//     starts tensor copies of a tile, whose bytes the caller announces at the barrier; load_operand_rows: 64 rows as
+//     operands; copy_bulk: starts a copy whose bytes the caller announces likewise
 //   issue_scores(sum, a, tile): starts sum = a @ tile^T, a product over columns; issue_weighted_sum(sum, a, tile,
-//     accumulates): sum = a @ tile, or sum += a @ tile. Each is a group of its own. wait_for<N>(sum): waits until the N
-//     latest groups at most run; `sum` is complete then
+//     accumulates): sum += a @ tile, or, if false (OVERWRITE), sum = a @ tile. Each is a group of its own.
+//     wait_for<N>(sum): waits until the N latest groups at most run; `sum` is complete then
 //   wgmma_fence_operand(x): the compiler moves no access of x over it
 //   round_operands(a, x): sums x, rounded, as the operand of a product over their columns
 //   release(barrier): this warp arrives; order_reads_before_copies: orders a warp's reads before the copies that a
@@ -43,12 +43,15 @@
 //   needs_mask, mask_rows: whether some query of a tile does not see some key; weights of such pairs become 0. Rows are
 //     keys here: a key is seen from `right` tokens before its position to `left` after it, hence the arguments' order
 //   slope_of_cap: 1 - tanh^2, from p = 2^(scale tanh - L); 0 if p is 0
-//   PendingStore: whether the copy engine may still read what the warp's store_rows stored last; release(barrier):
-//     waits for that, and arrives. init_stages<WARPS>: barriers that a producer and WARPS warps arrive at
-//   scale_over_cap: scale / cap; tanh_of: tanh; prefetch_work: starts copying the block's next Work; CHUNK_QUERIES = 64
-//   Work: a tile of keys. `other_...`: the sequence of queries; `first_tile`, `tiles`: its tiles that see the keys, 0
-//     at the end of the list; `diagonal`: the position of the first key among the queries; `statistics_chunk`: the
-//     sequence's first chunk in `statistics`; `ds_index` + c: the entry of chunk c in a head's ds
+//   PendingStore: whether the copy engine may still read what the warp's store_rows stored last; release(barrier): if
+//     so, waits for that, and arrives, once for each begin(); else does nothing. init_stages<WARPS>: barriers that a
+//     producer and WARPS warps arrive at
+//   scale_over_cap: scale / cap; tanh_of: tanh; prefetch_work: starts copying the block's next Work
+//   CHUNK_QUERIES = 64; CHUNK_STATISTICS = 128: numbers of a chunk in `statistics`
+//   Work: a tile of keys. `start`: its first token in k; `tokens`: how many are its own. `other_...`: the sequence of
+//     queries; `first_tile`, `tiles`: its tiles that see the keys, 0 at the end of the list; `diagonal`: the position
+//     of the first key among the queries; `statistics_chunk`: the sequence's first chunk in `statistics`; `ds_index` +
+//     c: the entry of chunk c in a head's ds
 //   Tile: panels of PANEL = 64 columns, swizzled; ScoreGradients: ds of 64 keys and 64 queries
 
 constexpr int KEYS = 128, QUERIES = CHUNK_QUERIES, BOX_TOKENS = 64;
@@ -60,7 +63,7 @@ template <typename T> struct Args {
   const Work* works;               // [rounds, gridDim.x]
   const float* statistics;
   DsEntry* ds;                              // null: ds is not stored
-  i64 H, group, K, V, left, right, chunks;  // H: heads of queries
+  i64 H, group, K, V, left, right, chunks;  // H: heads of queries; chunks: of a head, in `statistics`
   i64 ds_head, ds_entries;  // the head of queries, of B H, that ds begins with; a head's number of entries
   double scale, softcap;
 };
@@ -91,7 +94,8 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
     const i64 first_head = i64(work.batch) * args.H + work.head * args.group - args.ds_head;
     // So far ds_index + c is the entry of chunk c of `statistics`, within a head. From here on ds_index + t is the
     // entry in all of args.ds of query tile t of the sequence, for the first head that shares the keys; the same tile
-    // of the next head is args.ds_entries further on (store_ds). Without args.ds nobody reads it.
+    // of the next head is args.ds_entries further on (store_ds). Without args.ds nobody reads it. All entries are at
+    // most 4 GiB (MOST_DS_BYTES in softmax_tiles.py), 2^18, for which an int32 is enough.
     work.ds_index += i32(first_head * args.ds_entries) + work.statistics_chunk;
     mbarrier_wait(s.empty[kv.stage], kv.parity ^ 1);
     fence_proxy_async();  // consumers' accesses to k and v, which `empty` waits for, precede the copies
@@ -102,7 +106,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
     start_tile_copy<BOX_TOKENS>(s.v[kv.stage], args.v, s.full[kv.stage], work.start, work.head, work.batch);
     kv.next();
 #pragma unroll 1
-    for (int head = work.head * int(args.group), last = head + int(args.group); head < last; ++head) {
+    for (int head = work.head * int(args.group), last = head + int(args.group); head < last; ++head) {  // of queries
       const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk;
 #pragma unroll 1
       for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
@@ -216,7 +220,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   };
   auto store_ds = [&] {  // if args.ds is given
     if (!args.ds) return;
-    const int head = int(args.group) - heads_left;
+    const int head = int(args.group) - heads_left;  // among those that share the keys
     const int entry = s.works[kv.stage].ds_index + head * int(args.ds_entries) + end - tiles_left;
     ScoreGradients& to = args.ds[entry][warpgroup];
 #pragma unroll
@@ -234,7 +238,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     store_rows(args.dv, args.dv_out, args.V, dv, 1.f, 1.f, s.v[stage], warpgroup_row, work);
     stored.begin();
   };
-  // Issues dv = p do, or dv += p do if `accumulates`. Waits for dp, and for dk, which was issued before.
+  // Issues dv = p do, or dv += p do if `accumulates`. Then waits until no product but this latest one runs: dp is
+  // complete, and so is dk, which was issued before.
   auto add_dv = [&](bool accumulates) {
     if (D == 128) wgmma_wait<0>();  // for dk: registers are too few for p beside ds, which dk's product reads
     round_operands<T>(p, scores);
@@ -269,7 +274,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
     if (--tiles_left == 0) {
       next_is_new_tile = --heads_left == 0;
       if (next_is_new_tile) {
-        // Before the wait for `full`: the producer needs this stage for the next tile.
+        // Before the wait for `full`: the producer copies the tile that is waited for to this other stage, once the
+        // copy engine has read the previous tile's dk and dv there.
         stored.release(s.empty[kv.stage ^ 1]);
         kv.next();
         mbarrier_wait(s.full[kv.stage], kv.parity);
