@@ -61,7 +61,7 @@ class Stored:
 
 
 def with_stored_matrices(weights: Mapping) -> dict:
-    """`weights` with a `Stored` for each matrix and its scales; ContractError for unfit names, dtypes or scales."""
+    """`weights` with a `Stored` for each matrix and its scales; ContractError for bad names, dtypes, shapes, scales."""
     found = {name: array for name, array in weights.items() if not name.endswith(SCALES)}
     for name, scales in weights.items():
         if not name.endswith(SCALES):

@@ -98,7 +98,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   };
   float later_chunks = 0.f;                         // the sum over the stretch's chunks after this one
   float first_dots[BK / 64], second_dots[BK / 64];  // q . dq of the lane's tokens, by tile of dq
-  // Loads token_sums of the chunk from `start` on, unless it is below 0, of all tiles of dq; moves `from` on.
+  // Loads token_sums of the chunk from `start` on, unless it is below 0, of query_tiles tiles. `from` goes back.
   const auto load = [&](int start) {
 #pragma unroll
     for (int dq_tile = 0; dq_tile < BK / 64; ++dq_tile) {
