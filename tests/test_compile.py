@@ -128,6 +128,8 @@ SPILLED = {
     ("delta/backward_chunks", "sm_90"): 352,
     ("delta/backward_chunks", "sm_100"): 280,
     ("delta/kda_backward_chunks", "sm_120"): 32,
+    ("rwkv6/norm_shift", "sm_100"): 32,  # six mixes and four parts
+    ("rwkv6/norm_shift", "sm_120"): 32,
     ("rwkv6/shift_mix", "sm_80"): 40,
     ("rwkv6/shift_mix", "sm_86"): 16,
     ("rwkv6/shift_mix", "sm_89"): 16,
@@ -138,7 +140,9 @@ SPILLED = {
     ("delta/small_backward", "sm_90"): 128,
     ("delta/small_backward", "sm_100"): 28,
     ("delta/small_backward", "sm_120"): 60,
-    ("gated/backward_states", "sm_120"): 248,  # float32 in three products, 128 columns: every 32 tokens
+    ("gated/backward_states", "sm_100"): 8,
+    ("gated/backward_states", "sm_120"): 272,  # float32 in three products, 128 columns: every 32 tokens
+    ("gated/segment_states", "sm_100"): 16,
     ("gated/segment_states", "sm_120"): 12,
     ("value_gate/forward", "sm_80"): 16,
     ("value_gate/forward", "sm_90"): 200,
