@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -407,6 +408,15 @@ def test_threads_and_streams_share_a_model(on_cuda, rng):
     for stream in streams:
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(partial(write, stream=stream), prompts)) == wanted
+
+
+def test_memory_of_tokens_waits_for_the_device():
+    """Other numbers may lie there next, while the device still reads the tokens of a model that was dropped."""
+    waited = []
+    prompts = object.__new__(cuda_prompts.Prompts)
+    prompts.device, prompts.copied = SimpleNamespace(finish=waited.append), "an event"
+    del prompts
+    assert waited == ["an event"]
 
 
 def test_copies_share_the_weights_or_are_refused(on_cuda, rng):

@@ -107,6 +107,11 @@ class Prompts:
                 array[:, slice(None) if slots is None else slots] = new_rows
         return result
 
+    def __del__(self):
+        """Waits until the device has copied the tokens. A model may be dropped before, and its host memory reused."""
+        if getattr(self, "copied", None):
+            self.device.finish(self.copied)
+
     def run_layers(self, memory):
         """Runs the embedding and all layers on arrays in `memory`. Stored launches contain its address, but do not keep
         it allocated."""
