@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -37,6 +38,7 @@ READ_ORDERS = ("AfterWrite", "BeforeWrite")
 GATES = [(T, T) for T in CTYPES] + [(T, SINGLE) for T in HALF]  # a gate is like q, or float32
 WIDTHS = tuple(product(gated.TILES, gated.TILES))
 LEAST_SHARED, MOST_SHARED = 99 * 1024, 227 * 1024  # bytes that a block may have, by card
+ROOMS = LEAST_SHARED, 163 * 1024, MOST_SHARED  # the same on all cards that are served
 
 
 def kernels():
@@ -149,8 +151,8 @@ def delta_rules():
         for size in gated.CHANNELS:
             for columns in delta.DeltaRecurrentForward.widths(T):
                 yield delta.DeltaRecurrentForward(rule, T, G, size, columns)
-            rooms = (LEAST_SHARED, delta.SHARING, MOST_SHARED)
-            backward = {delta.DeltaRecurrentBackward.fitting(rule, T, G, size, room) for room in rooms}
+            rooms = (*ROOMS, delta.SHARING)
+            backward = dict.fromkeys(delta.DeltaRecurrentBackward.fitting(rule, T, G, size, room) for room in rooms)
             yield from (replace(kernel, outputs=outputs) for kernel in backward for outputs in (True, False))
             yield from (delta.DeltaStep(rule, T, G, S, size, BV) for S, BV in product(FLOATS, delta.DeltaStep.WIDTHS))
     for (T, G), rule, size in product(GATES, (delta.GATED_DELTA, delta.KDA, delta.DPLR), gated.SMALL_SIZES):
@@ -161,13 +163,7 @@ def delta_rules():
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)
     for prepare, (T, G), K, gradient in product(prepares, GATES, gated.CHANNELS, (False, True)):
         yield prepare(T, G, K, gradient)
-    walks = (delta.DeltaScan, delta.DeltaBackwardStates)
-    for walk, T, K, V, two_writes, outputs in product(walks, CTYPES, gated.CHANNELS, gated.TILES, *[(False, True)] * 2):
-        ofs = walk.DIRECTIONS if walk is delta.DeltaBackwardStates and K in gated.TILES else ()
-        rings = (1, 2, 3) if T == SINGLE or K > gated.TILES[1] else (2, 3)
-        for ring in rings[: -1 if T == SINGLE else None]:
-            yield walk(T, K, V, two_writes, ring, outputs)
-            yield from (walk(T, K, V, two_writes, ring, outputs, of) for of in ofs[1:])
+    yield from dict.fromkeys(kernel for walk in walks() for kernel in (walk, walk.summary))
     yield from (delta.DeltaJoinSegments(R, K) for R, K in product((SINGLE, DOUBLE), gated.CHANNELS))
     for T, G in GATES:
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.CHANNELS)
@@ -178,6 +174,16 @@ def delta_rules():
         yield DeltaScalarSummarySm90(T, K, V)
         yield from (DeltaScalarBackwardStatesSm90(T, K, V, outputs) for outputs in (True, False))
         yield DeltaScalarBackwardTokensSm90(T, K, V)
+
+
+def walks():
+    """Those in chunks on the cards that are served, by the shared memory of a block. A card of one multiprocessor has
+    blocks of all V columns."""
+    for room, T, K, V, rule in product(ROOMS, CTYPES, gated.CHANNELS, gated.TILES, (delta.GATED_DELTA, delta.DPLR)):
+        sizes = T, K, V, rule, 1, SimpleNamespace(shared_per_block=room, multiprocessors=1)
+        yield delta.DeltaScan.fitting(*sizes)
+        for of in delta.DeltaBackwardStates.DIRECTIONS[: None if K in gated.TILES else 1]:
+            yield delta.DeltaBackwardStates.fitting(*sizes, of=of)
 
 
 def steps_of_several():
