@@ -45,7 +45,7 @@ template <typename T, typename G, typename S> struct Args {
   i64 group;             // heads of values that share a head of queries and keys
   double scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
-  i64 pieces;      // whether every row of the state starts on 16 bytes and is a multiple of 16 bytes
+  i64 aligned16;   // whether every row of the state starts on 16 bytes and is a multiple of 16 bytes
 };
 
 // Arrays that the rule does not use have 16 bytes, since an array must not be empty.
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
       if (first_channel + n * CHANNELS_AT_ONCE < K && column < columns_left)
         f(state[n], n * (CHANNELS_AT_ONCE / LANE_COLUMNS) * args.state.token_stride);
   };
-  if (args.pieces) {
+  if (args.aligned16) {
     each_piece([&](Piece& piece, i64 at) { piece = reinterpret_cast<const Piece*>(first_number)[at]; });
   } else {
     each_piece([&](Piece& piece, i64 at) {
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
       state[n].x[i] = narrowed<S>(FloatOrDouble<S>(x));
     }
   }
-  if (args.pieces) {
+  if (args.aligned16) {
     each_piece([&](const Piece& piece, i64 at) { reinterpret_cast<Piece*>(first_number)[at] = piece; });
   } else {
     each_piece([&](const Piece& piece, i64 at) {

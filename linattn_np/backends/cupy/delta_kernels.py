@@ -443,12 +443,12 @@ class DeltaRecurrentBackward(DeltaKernel):
 
 class DeltaStep(Kernel):
     """One token of each sequence: o and the new state, in the layouts that the module `step` describes. `slots`: which
-    state a sequence has; null: its own number. `pieces`: whether rows of the state allow accesses of 16 bytes."""
+    state a sequence has; null: its own number. `aligned16`: whether rows of the state allow accesses of 16 bytes."""
 
     file = "delta/step"
     arguments = members(
         "strided q k v, strided? a b, strided g, strided? beta, strided o state, pointers? slots, int64s H K V "
-        "group, float64s scale, int64s normalized pieces"
+        "group, float64s scale, int64s normalized aligned16"
     )
     shared_memory = ("Shared<{rule}, Wider<{dtype}, {state}>, {BK}, {BV}>",)
     threads = 256

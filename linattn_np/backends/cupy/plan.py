@@ -154,6 +154,7 @@ class Array:
     def in_heads(self, heads: int) -> Array:
         """A view [..., D] as [..., heads, D / heads]."""
         size, stride = self.shape[-1] // heads, self.strides[-1]
+        assert heads * size == self.shape[-1]
         shape, strides = (*self.shape[:-1], heads, size), (*self.strides[:-1], size * stride, stride)
         return Array(self.memory, shape, strides, self.dtype, self.offset)
 
@@ -353,7 +354,8 @@ class Draft:
     A method with a parameter `name` or `reason` may copy an array of the caller: `name` is the array's, and `reason` is
     the text that `explain` prints for the copy.
 
-    default_args : kernel arguments by name, which every launch passes unless it passes others of these names
+    default_args : arguments by the names of members of kernels' structs. A launch passes those that its kernel has,
+        unless it passes others of these names
     """
 
     def __init__(self, **default_args):
@@ -383,6 +385,7 @@ class Draft:
 
     def fill(self, x: Array):
         """Writes zeros to `x`, which must be contiguous."""
+        assert is_contiguous(x)
         self.steps.append(Fill(x))
 
     def like(self, prototype: Array, dtype=None, shape=None) -> Array:
@@ -533,7 +536,8 @@ class Draft:
         if dense:
             return Shape(**sizes, NC=ceil_div(T, chunk), bounds=None, chunks=None, chunk_bounds=None)
         bounds, chunk_bounds, chunks = spans.bounds, spans.chunk_bounds(chunk), spans.chunks(chunk)
-        table = self.table(np.concatenate([bounds, chunk_bounds, chunks.ravel()])).memory
+        table = self.table(np.concatenate([bounds, chunk_bounds, chunks.ravel()])).memory  # one table: one upload
+        assert table.dtype == np.int64
         chunk_bounds_ref = Ref(table, bounds.nbytes)
         chunks_ref = Ref(table, bounds.nbytes + chunk_bounds.nbytes)
         return Shape(**sizes, NC=len(chunks), bounds=Ref(table), chunk_bounds=chunk_bounds_ref, chunks=chunks_ref)

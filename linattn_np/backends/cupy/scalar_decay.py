@@ -73,7 +73,7 @@ def plan_summary(problem, device):
     Hopper's kernels; None on other cards."""
     draft = Draft()
     gla = as_gla(draft, problem)
-    cut = segments.scalar_forward_cut(gla, device, summary=True)
+    cut = segments.scalar_forward_cut(gla, device, only_summary=True)
     if cut.way != HOPPER:
         return None
     cut = segments.without_a_short_segment(gla, device, cut)

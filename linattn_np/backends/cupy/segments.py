@@ -164,9 +164,14 @@ TILED = "tiles of the state"  # Hopper's own backward kernels, for one tile of 1
 COPIED = "wider copies"  # the same call on copies of its arrays, whose rows are padded to multiples of 16 bytes
 
 
+def gate_of(problem):
+    """The gate, the fourth array: the arrays are q, k, v, g and maybe others, whatever their names."""
+    return list(problem.arrays.values())[3]
+
+
 def gate_dtype(problem):
-    """The dtype of the gate, the fourth array: the arrays are q, k, v, g and maybe u, whatever their names."""
-    return list(problem.arrays.values())[3].dtype
+    """The dtype of the gate."""
+    return gate_of(problem).dtype
 
 
 def has_hoppers_kernels(problem, device) -> bool:
@@ -235,9 +240,9 @@ def are_many_short(problem, device) -> bool:
     columns, 16 tokens 74, 50; of 128 of both, 32 tokens 153, 132; of 256 and 128, 16 tokens 351, 292. Under a shared
     gate, 64 and 128, 32 tokens 233, 154; 64 of both, 16 tokens 58, 61; 128 of both 136, 146.
     """
-    (N, H, K, V), gate = problem.shape("N H K V"), list(problem.arrays.values())[3]
+    N, H, K, V = problem.shape("N H K V")
     many = N * H * ceil_div(V, TILES[-1]) > 2 * device.multiprocessors
-    fits = gate.shape[-1] == K or K <= TILES[0] < V
+    fits = gate_of(problem).shape[-1] == K or K <= TILES[0] < V
     return many and fits and problem.spans.longest <= GatedForwardSm90.CHUNK
 
 
@@ -314,6 +319,8 @@ def cut_into(problem, device, way, kernel, summary, P, first_tokens=0, backward=
     """The cut into P equal segments; or, if `first_tokens` is not 0, into two, of which the first has so many tokens.
     `backward`: the segments of the pullback that follows."""
     (N, H, K, V), longest, unequal = problem.shape("N H K V"), problem.spans.longest, first_tokens > 0
+    assert not unequal or P == 2
+    assert summary.CHUNK % kernel.CHUNK == 0  # a segment has whole chunks of both kernels
     spans = problem.spans.split_at(first_tokens) if unequal else problem.spans.segments(P, summary.CHUNK)
     without_last, with_last = (
         1
@@ -663,6 +670,8 @@ def hoppers_backward_cut(problem, device, backward, starts_known, summarised=Fal
     """
     N, H, K, V = problem.shape("N H K V")
     short = 0 if starts_known or summarised else backward.short
+    # as `HopperBackward` cuts: a short segment at both ends and the rest, which a block computes together with one of
+    # them; or equal segments, maybe between two empty ones
     P = 3 if short else backward.count + 2 * summarised
     instance = read_order(problem.op), problem.dtype, gate_dtype(problem), K, V
     schedule = main_schedule(problem, P, GatedBackwardKeysSm90.fitting(*instance, IN_TURN), device)
@@ -727,8 +736,8 @@ def short_segment(P, blocks, T, capacity, K, V) -> int:
 
 def worth_tiles(problem, device, shared=False) -> bool:
     """Whether Hopper's own backward kernels, for one tile of the state after the other, cost less than the portable
-    kernels, if they can read the arrays. Portable kernels have chunks of 64 tokens, read every chunk again for every 64
-    channels, and compute scores for 128 columns at a time. If channels share a gate (`shared`) whose gradient is
+    kernels, if they can read the arrays. Portable kernels read every chunk again for every 64 channels (TILES[0]), and
+    compute scores for 128 columns (TILES[-1]) at a time. If channels share a gate (`shared`) whose gradient is
     wanted, a tile takes half of the time, and the portable kernels take PORTABLE_TF32 times as long, since they then
     multiply float32 numbers as tf32 ones."""
     (B, N, H, K, V), capacity, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
@@ -739,8 +748,9 @@ def worth_tiles(problem, device, shared=False) -> bool:
         tile_cost = main_cost(*sizes) / 2 + SHARED_GATE_START
     else:
         tile_cost = cost_of_sums(problem, device) if shared else backward_cost(*sizes) + TILE_START
-    chunks, column_tiles = (-(-lengths // 64)).sum(), ceil_div(V, TILES[-1])
-    cost_of_64_channels = B * H * chunks * 64 / capacity * (PORTABLE_CHANNELS + PORTABLE_COLUMNS * column_tiles)
+    chunk = GatedBackwardChannels.CHUNK
+    chunks, column_tiles = (-(-lengths // chunk)).sum(), ceil_div(V, TILES[-1])
+    cost_of_64_channels = B * H * chunks * chunk / capacity * (PORTABLE_CHANNELS + PORTABLE_COLUMNS * column_tiles)
     tf32 = PORTABLE_TF32 if sums_dg or problem.dtype != BFLOAT16 else 1
     start = PORTABLE_SHARED_GATE_START if shared else PORTABLE_START
     portable_cost = start + ceil_div(K, TILES[0]) * cost_of_64_channels * tf32
@@ -809,15 +819,15 @@ def stage_cut(problem, device, chunk, blocks) -> ForwardCut:
 
 
 # -- gates that channels share -----------------------------------------------------------------------------------------
-def scalar_forward_cut(problem, device, summary=False) -> ForwardCut:
+def scalar_forward_cut(problem, device, only_summary=False) -> ForwardCut:
     """How the forward pass is computed for a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is; or (the
-    way PORTABLE) as `forward_cut` says, with a copy of the gate for every channel. `summary`: whether only a summary
-    is computed, which is never made of padded copies."""
+    way PORTABLE) as `forward_cut` says, with a copy of the gate for every channel. `only_summary`: whether no o is
+    computed but a summary, which is never made of padded copies."""
     arrays, small = [problem[name] for name in "qkv"], takes_small_heads(problem, device)
     if problem.mode != "chunk":
         return ForwardCut(PORTABLE)
     only_copies_fit = not small and only_copies_fit_hopper(problem, device, arrays)
-    if not summary and (only_copies_fit or loads_forward_slowly(problem, device, arrays)):
+    if not only_summary and (only_copies_fit or loads_forward_slowly(problem, device, arrays)):
         return ForwardCut(COPIED)
     if small or not fits_hoppers_forward(problem, device, arrays):
         return ForwardCut(PORTABLE)
@@ -866,9 +876,9 @@ def sums_backward_cut(problem, device, summarised=False, one_part=False) -> Back
     They read a bfloat16 gate as it is if every token has a gate of its own and sequences are not cut; else they read a
     float32 copy.
     """
-    V, gate, P = problem.sizes["V"], has_own_gates(problem), segments_of_sums(problem, device)
-    dtype = BFLOAT16 if gate and P == 1 and not summarised and gate_dtype(problem) == BFLOAT16 else FLOAT32
-    sums = weighted_sums(problem, dtype, P + 2 * summarised, device, gate, one_part)
+    V, sums_dg, P = problem.sizes["V"], has_own_gates(problem), segments_of_sums(problem, device)
+    gate = BFLOAT16 if sums_dg and P == 1 and not summarised and gate_dtype(problem) == BFLOAT16 else FLOAT32
+    sums = weighted_sums(problem, gate, P + 2 * summarised, device, sums_dg, one_part)  # two empty segments, if any
     return BackwardCut(HOPPER, device, P, sums, ScalarBackwardSegments.fitting(V))
 
 
@@ -885,13 +895,13 @@ def has_own_gates(problem) -> bool:
     return problem["g"].shape[:3] == problem.shape("B H T")
 
 
-def weighted_sums(problem, dtype, P, device, gate=False, one_part=False) -> tuple[WeightedSums, ...]:
-    """The kernels of dq, dk and dv that need the least time, counted in waves.
+def weighted_sums(problem, gate, P, device, sums_dg, one_part) -> tuple[WeightedSums, ...]:
+    """The kernels of dq, dk and dv that need the least time, counted in waves, for gates of the dtype `gate`.
 
-    With the gradient of the `gate`, one kernel computes dq, and another one dk and dv, the latter by blocks of all
-    columns if dg must be in `one_part`. Without it, either one kernel computes all three, by blocks of all columns or
-    of 64 columns, which take three quarters of the time; or one kernel computes dq by blocks of 64 columns, and another
-    one dk and dv by blocks of all columns.
+    With the gradient of the gate (`sums_dg`), one kernel computes dq, and another one dk and dv, the latter by blocks
+    of all columns if dg must be in `one_part`. Without it, either one kernel computes all three, by blocks of all
+    columns or of 64 columns, which take three quarters of the time; or one kernel computes dq by blocks of 64 columns,
+    and another one dk and dv by blocks of all columns.
     """
     N, H, K, V = problem.shape("N H K V")
     widest, narrow = max(K, V), TILES[0]
@@ -900,14 +910,14 @@ def weighted_sums(problem, dtype, P, device, gate=False, one_part=False) -> tupl
         blocks = sums * P * N * H * ceil_div(widest, BV)
         return (3 if BV < widest else 4) * ceil_div(blocks, device.multiprocessors)
 
-    if gate:
+    if sums_dg:
         count = {"GatedQueries": 1, "GatedKeys": 2}
         widths = {what: min((widest, narrow), key=lambda BV: quarters_of_waves(count[what], BV)) for what in count}
         if one_part:
             widths["GatedKeys"] = widest
-        return tuple(WeightedSums.fitting(what, dtype, widest, BV) for what, BV in widths.items())
+        return tuple(WeightedSums.fitting(what, gate, widest, BV) for what, BV in widths.items())
     of_one_kernel = {BV: quarters_of_waves(3, BV) for BV in (widest, narrow)}
     of_two_kernels = quarters_of_waves(1, narrow) + quarters_of_waves(2, widest)
     if P == 1 and of_two_kernels < min(of_one_kernel.values()):
-        return WeightedSums.fitting("Queries", dtype, V, narrow), WeightedSums.fitting("Keys", dtype, widest, widest)
-    return (WeightedSums.fitting("Gradients", dtype, widest, min(of_one_kernel, key=of_one_kernel.__getitem__)),)
+        return WeightedSums.fitting("Queries", gate, V, narrow), WeightedSums.fitting("Keys", gate, widest, widest)
+    return (WeightedSums.fitting("Gradients", gate, widest, min(of_one_kernel, key=of_one_kernel.__getitem__)),)

@@ -109,7 +109,7 @@ def plan(problem, device):
     if isinstance(slots, np.ndarray):
         slots = draft.table(slots)
     draft.default_args = {"H": H, "K": K, "V": V, "scale": problem.scale, "o": o, "state": state, "slots": slots}
-    draft.default_args |= {"aligned16": aligned16(state), "pieces": aligned16(state)}
+    draft.default_args["aligned16"] = aligned16(state)
     if options["pending"] is not None:
         launch = launch_several
     else:
