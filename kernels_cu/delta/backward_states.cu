@@ -47,7 +47,7 @@
 #include "delta/walk.cuh"
 
 // From the includes:
-//   shape.H: heads of values; shape.NC: chunks of a batch row; shape.count: sequences, or segments, of a batch row
+//   shape.H: heads of values; shape.NC: chunks of a batch row
 //   BT = 32 tokens, TILE = 64
 //   Matrix<T>: [32, 32] numbers, each the sum of NUMBERS numbers of T: 2 of 16 bits, or 1 `single`
 //   State<BK>: a warp's 16 columns of a state; padded(V): V rounded up to a multiple of 64
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(
   auto& s = *reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OF, OUTPUTS>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
-  const u32 forward_blocks = u32(shape.B * shape.count * shape.H) * tiles;
+  const u32 forward_blocks = u32(shape.B * shape.row_sequences * shape.H) * tiles;
   if constexpr (OF != BOTH) walk(s.first, args, blockIdx.x, value_tiles, OF == ONLY_BACKWARDS ? value_tiles : tiles);
   else if (blockIdx.x >= forward_blocks) walk(s.second, args, blockIdx.x - forward_blocks, value_tiles, value_tiles);
   else walk(s.first, args, blockIdx.x, value_tiles, tiles);

@@ -3,7 +3,7 @@
 #include "tensor.cuh"
 
 // From tensor.cuh:
-//   shape.H: heads of values; shape.count: sequences, or segments, of a batch row
+//   shape.H: heads of values
 //   tokens_of, chunks_of: those of a sequence
 
 // Whether x is neither infinite nor NaN.
@@ -30,9 +30,9 @@ template <bool BACKWARDS, typename R>
 __device__ __forceinline__ Segment<R> segment_of(bool outputs, const Shape& shape, u32 P, u32 n, u32 h,
                                                  const StridedRows<const R>& given, R* starts,
                                                  const StridedRows<R>& final, bool whole) {
-  const u32 p = n % P, in_row = n % u32(shape.count), first = in_row - p;
+  const u32 p = n % P, in_row = n % u32(shape.row_sequences), first = in_row - p;
   const i64 states = shape.H * shape.K * shape.V;  // numbers of all heads
-  R* start = starts + (BACKWARDS * shape.B * shape.count + n) * states + h * shape.K * shape.V;
+  R* start = starts + (BACKWARDS * shape.B * shape.row_sequences + n) * states + h * shape.K * shape.V;
   Segment<R> segment = {p == (BACKWARDS ? P - 1 : 0), p == (BACKWARDS ? 0 : P - 1), tokens_of(shape, in_row),
                         chunks_of(shape, in_row)};
   if (whole && segment.first) {
@@ -58,7 +58,7 @@ template <bool BACKWARDS, typename R>
 __device__ __forceinline__ bool is_whole(const Shape& shape, u32 P, u32 n, u32 h, const R* starts, int column,
                                          int columns) {
   if (P == 1) return false;
-  const i64 last = BACKWARDS * shape.B * shape.count + n / P * P + (BACKWARDS ? 0 : P - 1);
+  const i64 last = BACKWARDS * shape.B * shape.row_sequences + n / P * P + (BACKWARDS ? 0 : P - 1);
   const R* row = starts + (last * shape.H + h) * shape.K * shape.V + column;
   return __syncthreads_or(int(threadIdx.x) < min(columns, int(shape.V) - column) && !is_finite(row[threadIdx.x]));
 }

@@ -46,7 +46,7 @@
 //   fetch, store: copy a step's rows; lane_rows: where the lane's pieces of them are in memory; put_decays: stores e^g
 //     of gates g; HEADS: heads of a warp
 //   DeltaArgs: the arguments of kernels token by token. shape.H: heads of values (HV); P: segments of a sequence;
-//     shape.count: sequences, or segments, of a batch row; bytes: rows start on, and are multiples of, so many bytes
+//     bytes: rows start on, and are multiples of, so many bytes
 //   LEAST_SQUARE = 1e-6 is added to the square of a length; converted_once<float>(x): x, which the compiler does not
 //     convert again. Of rules, channel_gates: a gate for every channel; own_erasure: a and b beside k
 //   segment_of: a Segment: its tokens and chunks, here steps; `last`: the walk comes to it last; `from`, the gradient
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
   // Whether the state at the last border of segments, in this direction, is not finite: then join_segments.cu has made
   // its channels 0 and 1 NaN. Reads channel 0.
   const auto is_grown = [&](bool backwards) {
-    const i64 n = backwards * shape.B * shape.count + work.n / P * P + (backwards ? 0 : P - 1);
+    const i64 n = backwards * shape.B * shape.row_sequences + work.n / P * P + (backwards ? 0 : P - 1);
     bool grown = false;
     for (int x = coord.lane; work.n >= 0 && x < V; x += LANES<D>)
       grown |= !is_finite(args.starts[(n * shape.H + work.h) * K * V + x]);

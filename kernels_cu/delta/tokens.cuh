@@ -11,7 +11,7 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   shape.H: heads of values; shape.count: sequences, or segments, of a batch row
+//   shape.H: heads of values
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 // The recurrences. channel_gates: every channel has a gate, else the token has one. own_erasure: what is taken from the
@@ -50,10 +50,10 @@ struct BlockWork {
   Span span;
   __device__ __forceinline__ BlockWork(const Shape& shape, int columns, u32 more = 0) {
     const u32 tiles = u32((shape.V + columns - 1) / columns) + more, sequence_head = blockIdx.x / tiles,
-              count = u32(shape.count);
+              row_sequences = u32(shape.row_sequences);
     first_column = blockIdx.x % tiles * columns, h = sequence_head % u32(shape.H), n = sequence_head / u32(shape.H);
-    b = n / count;
-    span = tokens_of(shape, n % count);
+    b = n / row_sequences;
+    span = tokens_of(shape, n % row_sequences);
   }
 };
 

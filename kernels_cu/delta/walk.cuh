@@ -47,8 +47,9 @@ template <bool BACKWARDS, bool OUTPUTS, int BK, int BV> struct BlockOfWalk {
   __device__ __forceinline__ BlockOfWalk(const Shape& shape, u32 P, u32 block, u32 value_tiles, u32 tiles,
                                          const StridedRows<const float>& given, float* starts,
                                          const StridedRows<float>& final) {
-    const u32 sequence_head = block / tiles, tile = block % tiles, H = u32(shape.H), count = u32(shape.count);
-    n = sequence_head / H, h = sequence_head % H, b = n / count;
+    const u32 sequence_head = block / tiles, tile = block % tiles, H = u32(shape.H);
+    const u32 row_sequences = u32(shape.row_sequences);
+    n = sequence_head / H, h = sequence_head % H, b = n / row_sequences;
     computes_F = !OUTPUTS && !BACKWARDS && tile >= value_tiles;
     first_column = (computes_F ? tile - value_tiles : tile) * BV;
     const bool whole = OUTPUTS && is_whole<BACKWARDS>(shape, P, n, h, starts, first_column, BV);

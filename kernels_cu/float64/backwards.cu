@@ -14,7 +14,7 @@
 // shapes    R rows, C columns of the state or its transpose: x p dx a da [B, H, T, R] and y z b [B, H, T, C];
 //           chunk_starts [B, H, NC, R, C]: X before the first token of each of NC chunks, from forwards.cu;
 //           chunk_states [N, H, R, shape.chunk, columns]: X_{t-1} of all tokens t of the chunk that is being computed;
-//           u [H, R] or [H, C]; du [N, H, R]. N sequences: shape.count in each of B rows of the batch
+//           u [H, R] or [H, C]; du [N, H, R]. N sequences: shape.row_sequences in each of B rows of the batch
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
 // barriers  none: a lane reads what it has written itself
 // numerics  float64 throughout, sums over the columns in a fixed order. da is no difference of sums, which would
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
   if (row.r >= args.R) return;
   const i64 batch = row.b, h = row.h, r = row.r, sequence_head = row.n * args.shape.H + h,
             chunk_length = args.shape.chunk;
-  const Span chunks = chunks_of(args.shape, row.n % args.shape.count);
+  const Span chunks = chunks_of(args.shape, row.n % args.shape.row_sequences);
   double* states = args.chunk_states + (sequence_head * args.R + r) * chunk_length * args.columns;
   double du = 0.;
   const auto at_column = [&](int c) { return args.at(sequence_head, r, c); };  // the index of X's number in a state

@@ -8,8 +8,8 @@
 //           state:      x y z = k v do, a decays of channels, b of columns of V; result: dq
 //           transpose:  x y z = v k q, a decays of columns of V, b of channels; result: o
 // shapes    R rows, C columns of the state or its transpose: x a result [B, H, T, R]; y b z [B, H, T, C]; u [H, R] or
-//           [H, C]; chunk_starts [B, H, NC, R, C], of NC chunks in a row of the batch. N sequences: shape.count in each
-//           of B rows
+//           [H, C]; chunk_starts [B, H, NC, R, C], of NC chunks in a row of the batch. N sequences:
+//           shape.row_sequences in each of B rows
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
 // numerics  float64 throughout, sums over the columns in a fixed order
 // source    Yang et al., 2024, eq. 3 and section 4.1; Peng et al., 2024, eq. 18-19
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<ReadOrder, COLUMNS>) float6
   const StateRow row(args.shape, args.R);
   if (row.r >= args.R) return;
   const i64 batch = row.b, h = row.h, r = row.r, sequence_head = row.n * args.shape.H + h;
-  i64 chunk = chunks_of(args.shape, row.n % args.shape.count).start;
+  i64 chunk = chunks_of(args.shape, row.n % args.shape.row_sequences).start;
   const auto at_column = [&](int c) { return args.at(sequence_head, r, c); };  // the index of X's number in a state
   Row<COLUMNS> X;
   X.each(int(args.columns), [&](double& state, int c) { state = args.initial ? args.initial[at_column(c)] : 0.; });

@@ -19,11 +19,12 @@ struct Args {
 __global__ void __launch_bounds__(128) float64_inter_chunk(const Args args) {
   const Shape& shape = args.shape;
   const i64 size = shape.K * shape.V, tiles = (size + 127) / 128, head = blockIdx.x / tiles;
-  const i64 at = blockIdx.x % tiles * 128 + threadIdx.x, h = head % shape.H, n = head / shape.H, b = n / shape.count;
+  const i64 at = blockIdx.x % tiles * 128 + threadIdx.x, h = head % shape.H;
   // at: the thread's number of the state; head: the number among all sequences' heads; n: sequence, of batch row b
+  const i64 n = head / shape.H, b = n / shape.row_sequences;
   if (at >= size) return;
   const i64 channel = at / shape.V, column = at % shape.V;
-  const Span chunks = chunks_of(shape, n % shape.count);
+  const Span chunks = chunks_of(shape, n % shape.row_sequences);
   double S = args.initial ? args.initial[head * size + at] : 0.;
   for (i64 c = chunks.start; c < chunks.stop; ++c) {
     const Span span = chunk_tokens(shape, c);

@@ -596,7 +596,6 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
   using Stored = typename M::Stored;
   using Accumulators = float[2][4];
   using Tokens = TokenBlock<M>;
-  static constexpr bool RWKV6 = ReadOrder::reads_before_write;
   // If columns have gates, dA of pairs within a sub-chunk comes times NEAR_SCALE (see Args::scores): sums over such
   // pairs are multiplied by UNDO_NEAR_SCALE.
   static constexpr float UNDO_NEAR_SCALE = Columns::gated ? 1 / NEAR_SCALE : 1.f;

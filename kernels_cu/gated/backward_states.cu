@@ -47,7 +47,7 @@
 //   state_tile_index(shape, heads, backwards, batch row, head, chunk, tile of K, tile of V): where a tile begins
 //   each_number(S, channel, column, K, V, f): calls f(number, its offset in a state [K, V]) for the lane's numbers
 //   store_in_tiles(to, S, has_next): stores the warp's part of S in its tile, and in the next one if that exists
-// From tensor.cuh: shape.count: sequences, or segments, of a batch row; tokens_of, chunks_of: the range of one of them
+// From tensor.cuh: tokens_of, chunks_of: the range of one of them
 //
 // Similar names: STEP, tokens of a step; `step`, its number in the walk; STAGES, steps in shared memory; `sequence`, a
 // sequence or, for summaries, a segment; `segment`, its number in the walk; slot, its index in `states`
@@ -164,7 +164,7 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
   const i64 state_size = i64(K) * V;
   const float* given = backwards ? args.dht : args.initial;
   // Summaries: the index [direction, segment, head] of this segment.
-  const i64 slot = (backwards * (shape.B * shape.count) + work.sequence) * shape.H + work.h;
+  const i64 slot = (backwards * (shape.B * shape.row_sequences) + work.sequence) * shape.H + work.h;
   if (segment == 0 || !summarises) {
     const float* from =
         given ? given + ((summarises ? work.sequence / P : work.sequence) * shape.H + work.h) * state_size : nullptr;
@@ -204,7 +204,7 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
       cp_async_commit();
     });
   float total_decay[2] = {1.f, 1.f};  // over the steps from first_step on, by octet
-  const int first_chunk = int(chunks_of(shape, work.sequence % shape.count).start);
+  const int first_chunk = int(chunks_of(shape, work.sequence % shape.row_sequences).start);
 #pragma unroll 1
   for (int step = 0; step < STAGES - 1; ++step) fetch(first_step + step);
 #pragma unroll 1
@@ -290,7 +290,7 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
         args.decays[(slot * ((V + BV - 1) / BV) + work.v_tile) * K + channel + 8 * octet] = total_decay[octet];
   } else if (backwards && args.dh0 && segment == P - 1) {
     // Is work.sequence, computed from `slot`: with gates wider than data the compiler would spill work.sequence.
-    const int sequence = sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.count) : work.sequence;
+    const int sequence = sizeof(G) > sizeof(T) ? int(slot / shape.H - shape.B * shape.row_sequences) : work.sequence;
     to = args.dh0 + (sequence / P * shape.H + work.h) * state_size;
   }
   if (to) each_number(S, channel, column, K, V, [&](float& x, i64 offset) { to[offset] = x; });
@@ -312,8 +312,8 @@ __global__ void __launch_bounds__(THREADS, blocks<Math<T, PRODUCTS>, T, BV>())
     StateTile work;
     work.v_tile = block % v_tiles, work.k_tile = block / v_tiles % k_tiles;
     work.h = int(args.first) + block / tiles % heads, work.sequence = block / tiles / heads,
-    work.b = work.sequence / int(shape.count);
-    work.span = tokens_of(shape, work.sequence % shape.count);
+    work.b = work.sequence / int(shape.row_sequences);
+    work.span = tokens_of(shape, work.sequence % shape.row_sequences);
     if (!args.chunk_states && work.sequence % args.P == (backwards ? 0 : args.P - 1))
       return;  // the last segment's summary is not used
     if (walk<ReadOrder, T, G, PRODUCTS, BV>(s, args, work, backwards, may_forget)) return;

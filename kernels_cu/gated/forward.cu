@@ -29,7 +29,7 @@
 // State, Output: a lane's numbers of S and o in accumulators; each_number (forward_copies.cuh) finds those of S in
 // memory. state_q, state_k: the chunk's queries and keys, decayed for products with S. clear_scores: sets to zero the
 // scores that no task stores. Piece<2, X>: two numbers of a row. blocks_with_room<S>(n) (cards.cuh): n blocks on a
-// multiprocessor, or as many as its shared memory has room for. shape.count: sequences of a batch row
+// multiprocessor, or as many as its shared memory has room for.
 #include "cards.cuh"
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
@@ -76,10 +76,10 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
   auto& s = *reinterpret_cast<Shared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, head = blockIdx.x / tiles, H = u32(shape.H);
-  const u32 sequences_per_row = u32(shape.count);
   // head: the number among all sequences' heads; b: batch row
-  const u32 sequence = head / H, h = head % H, b = sequence / sequences_per_row;
-  const Span span = tokens_of(shape, sequence % sequences_per_row);
+  const u32 row_sequences = u32(shape.row_sequences);
+  const u32 sequence = head / H, h = head % H, b = sequence / row_sequences;
+  const Span span = tokens_of(shape, sequence % row_sequences);
   const int first_column = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - first_column, i64(BV)));
 

@@ -46,7 +46,7 @@ template <typename T, typename G> struct Args {
   StridedRows<const T> k, v;
   StridedRows<const G> g;
   float *states, *decays;
-  Shape shape;             // its sequences are the segments: shape.count of a batch row, of all its sequences together
+  Shape shape;             // its sequences are the segments, of all sequences of a batch row together
   i64 segments, computed;  // segments of a sequence, and how many of them, from the first on, are computed
   i64 parts;               // blocks that share a segment's tokens
   i64 bytes;               // the largest of 16, 8, 4 and 2 that divides the start and the length of all rows
@@ -209,8 +209,9 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   const Shape& shape = args.shape;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 16 * (threadIdx.x >> 5);
   const SegmentTile<BK, BV> work(args, blockIdx.x);
-  const u32 count = u32(shape.count), parts = u32(args.parts), part = work.part, b = work.segment / count;
-  const Span span = tokens_of(shape, work.segment % count);
+  const u32 row_sequences = u32(shape.row_sequences), b = work.segment / row_sequences;
+  const u32 parts = u32(args.parts), part = work.part;
+  const Span span = tokens_of(shape, work.segment % row_sequences);
   const int tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - work.first_channel, i64(BK))),
             columns = int(min(shape.V - work.first_column, i64(BV)));

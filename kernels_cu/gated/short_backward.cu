@@ -277,8 +277,8 @@ __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(c
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 h = blockIdx.x % shape.H, n = blockIdx.x / shape.H, K = shape.K, V = shape.V;
-  const Span span = tokens_of(shape, n % shape.count);
-  const Sequence sequence = {n / shape.count, h, span.start, int(span.stop - span.start)};
+  const Span span = tokens_of(shape, n % shape.row_sequences);
+  const Sequence sequence = {n / shape.row_sequences, h, span.start, int(span.stop - span.start)};
   const int tokens = sequence.tokens;
   const i64 state = (n * shape.H + h) * K * V;  // the index of this head's state
   const float scale = float(args.scale);

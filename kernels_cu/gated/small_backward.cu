@@ -25,11 +25,10 @@
 //
 // Names (small_heads.cuh). A step is STEP = 8 tokens. Tile: a step's rows of all heads of a warp; load_row and `put`
 // read and write a row of one head as floats. LaneCoord: a lane's head and its number in it; Work: that head's tokens,
-// and n, the number of its sequence or segment over the batch, -1 if the lane has no head. shape.count: sequences, or
-// segments, of a batch row. HEADS: heads of a warp; largest_of_warp: the most tokens of a head. fetch and store copy a
-// lane's pieces of a step; lane_rows: where they are in memory; put_decays: exp of the gates that a lane has copied, or
-// these gates; grows: whether a gate of the warp's step is above 0; with_next_number: calls a function with that of the
-// next number of a state.
+// and n, the number of its sequence or segment over the batch, -1 if the lane has no head. HEADS: heads of a warp;
+// largest_of_warp: the most tokens of a head. fetch and store copy a lane's pieces of a step; lane_rows: where they are
+// in memory; put_decays: exp of the gates that a lane has copied, or these gates; grows: whether a gate of the warp's
+// step is above 0; with_next_number: calls a function with that of the next number of a state.
 // opaque(x): x, its origin hidden from the compiler, so that what depends on it is computed again
 #include "gated/small_heads.cuh"
 #include "lanes.cuh"
@@ -147,7 +146,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) gated_small_backward(const Args
   };
   // The row of step_states of the segment's first step; a chunk of `shape` is such a step.
   const i64 first_state =
-      (work.b * shape.NC + (work.n < 0 ? 0 : chunks_of(shape, work.n % shape.count).start)) * shape.H + work.h;
+      (work.b * shape.NC + (work.n < 0 ? 0 : chunks_of(shape, work.n % shape.row_sequences).start)) * shape.H + work.h;
   // This lane's first four numbers of the stored state before the step that starts at `token`.
   const auto state_at = [&](int token) {
     return reinterpret_cast<float4*>(args.step_states) +

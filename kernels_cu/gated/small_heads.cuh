@@ -81,10 +81,11 @@ struct Work {
 // The work with this number in a launch: head fastest, then sequence or segment. Of the `segments` segments of each
 // sequence only the first `computed` are counted. No tokens if there is no such work.
 __device__ __forceinline__ Work work_of(const Shape& shape, u32 number, u32 segments = 1, u32 computed = 1) {
-  const u32 H = u32(shape.H), count = u32(shape.count), n = number / H / computed * segments + number / H % computed;
-  if (n >= u32(shape.B) * count) return {-1, 0, 0, 0, 0};
-  const Span span = tokens_of(shape, n % count);
-  return {n, int(n / count), int(number % H), int(span.stop - span.start), span.start};
+  const u32 H = u32(shape.H), row_sequences = u32(shape.row_sequences);
+  const u32 n = number / H / computed * segments + number / H % computed;
+  if (n >= u32(shape.B) * row_sequences) return {-1, 0, 0, 0, 0};
+  const Span span = tokens_of(shape, n % row_sequences);
+  return {n, int(n / row_sequences), int(number % H), int(span.stop - span.start), span.start};
 }
 // The largest of the heads' numbers of tokens in a warp.
 template <int LANES> __device__ __forceinline__ int largest_of_warp(int tokens) {

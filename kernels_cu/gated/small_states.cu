@@ -23,10 +23,10 @@
 //
 // Names (small_heads.cuh). Tile: a step's rows of all heads of a warp; load_row reads a row of one head as floats.
 // LaneCoord: a lane's head and its number in it; Work: that head's tokens, and n, the number of its segment over the
-// batch, -1 if the lane has no head; shape.count: segments of a batch row; HEADS: heads of a warp; largest_of_warp: the
-// most tokens of a head. fetch copies a lane's pieces of a step; lane_rows: where they are in memory; put_decays: exp
-// of the gates that a lane has copied, or these gates; grows: whether a gate of the warp's step is above 0;
-// with_next_number: calls a function with that of the next number of a state
+// batch, -1 if the lane has no head; HEADS: heads of a warp; largest_of_warp: the most tokens of a head. fetch copies a
+// lane's pieces of a step; lane_rows: where they are in memory; put_decays: exp of the gates that a lane has copied, or
+// these gates; grows: whether a gate of the warp's step is above 0; with_next_number: calls a function with that of the
+// next number of a state
 #include "gated/small_heads.cuh"
 
 constexpr int WARPS = 4;  // of a block: each has heads and shared memory of its own
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), column = 2 * coord.lane,
             P = int(args.segments);
   const int segment = backwards ? P - 1 - int(work.n % P) : int(work.n % P);  // of its sequence, in the direction
-  // slot: the index of the segment's head in states and decays, of all B count = N P segments of the direction.
-  const i64 state_size = i64(K) * V, slot = (backwards * (shape.B * shape.count) + work.n) * shape.H + work.h;
+  // slot: the index of the segment's head in states and decays, of all N P segments of the direction.
+  const i64 state_size = i64(K) * V, slot = (backwards * (shape.B * shape.row_sequences) + work.n) * shape.H + work.h;
 
   // S is dS if time runs backwards. total_decay: that of channels 2 lane and 2 lane + 1; if GATED its logarithm, and
   // column_total: that of the columns.

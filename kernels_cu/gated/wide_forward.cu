@@ -58,9 +58,9 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
   const Shape& shape = args.shape;
   // head: the number among all sequences' heads; b: batch row.
   const u32 v_tiles = u32(shape.V + BV - 1) / BV, head = blockIdx.x / v_tiles, H = u32(shape.H);
-  const u32 sequence = head / H, h = head % H, b = sequence / u32(shape.count);
-  const Span span = tokens_of(shape, sequence % u32(shape.count));
-  const Span chunks = chunks_of(shape, sequence % u32(shape.count));
+  const u32 sequence = head / H, h = head % H, b = sequence / u32(shape.row_sequences);
+  const Span span = tokens_of(shape, sequence % u32(shape.row_sequences));
+  const Span chunks = chunks_of(shape, sequence % u32(shape.row_sequences));
   const int first_column = blockIdx.x % v_tiles * BV, columns = int(min(shape.V - first_column, i64(BV))),
             bytes = int(args.bytes);
   // The warp's tile of channels, and its strip of 16 columns.

@@ -17,9 +17,8 @@ static_assert(CHUNK == 32 || CHUNK == 64);
 template <typename X> constexpr int PANEL = 128 / sizeof(X);
 template <typename X, int D> using Tile = X[D / PANEL<X>][CHUNK][PANEL<X>];
 
-// A block's work: one head of one sequence. shape.count sequences are packed in a batch row of T tokens; `sequence` is
-// the sequence's number among those of all batch rows. Where the host cuts sequences into segments, each segment is
-// such a sequence.
+// A block's work: one head of one sequence. `sequence` is its number among those of all batch rows. Where the host
+// cuts sequences into segments, each segment is such a sequence.
 struct WorkTile {
   i32 sequence, batch, head;
   i32 start, tokens;  // the sequence's first token in the batch row, and its number of tokens
@@ -28,23 +27,23 @@ struct WorkTile {
   i64 chunk_row;      // in arrays with a row for each chunk: the row of this head and sequence's first chunk
 };
 
-// A head has T / CHUNK + count rows for chunks, enough since each sequence may end within a chunk. A sequence's first
-// row is its start / CHUNK, rounded down, plus its number in the batch row: so no two sequences share a row. With P
-// segments for each sequence, `shape.count` counts segments; each but the last of a sequence has whole chunks. Rows are
-// then numbered by whole sequences: a batch row has count / P of them, and segment s of the row is part of the row's
-// sequence s / P.
+// A head has T / CHUNK + row_sequences rows for chunks, enough since each sequence may end within a chunk. A sequence's
+// first row is its start / CHUNK, rounded down, plus its number in the batch row: so no two sequences share a row. With
+// P segments for each sequence, row_sequences counts segments; each but the last of a sequence has whole chunks. Rows
+// are then numbered by whole sequences: a batch row has row_sequences / P of them, and segment s of the row is part of
+// the row's sequence s / P.
 __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block, u32 P = 1) {
-  const u32 H = u32(shape.H), count = u32(shape.count), sequence = block / H, head = block % H;
-  const Span span = tokens_of(shape, sequence % count);
-  return {
-      i32(sequence),
-      i32(sequence / count),
-      i32(head),
-      i32(span.start),
-      i32(span.stop - span.start),
-      i32(shape.T),
-      i64(block),
-      (i64(sequence / count) * H + head) * (shape.T / CHUNK + count / P) + span.start / CHUNK + sequence % count / P};
+  const u32 H = u32(shape.H), row_sequences = u32(shape.row_sequences), sequence = block / H, head = block % H;
+  const Span span = tokens_of(shape, sequence % row_sequences);
+  return {i32(sequence),
+          i32(sequence / row_sequences),
+          i32(head),
+          i32(span.start),
+          i32(span.stop - span.start),
+          i32(shape.T),
+          i64(block),
+          (i64(sequence / row_sequences) * H + head) * (shape.T / CHUNK + row_sequences / P) + span.start / CHUNK +
+              sequence % row_sequences / P};
 }
 
 // The number of columns of one panel of a tile.

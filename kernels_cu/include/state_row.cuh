@@ -37,8 +37,9 @@ struct StateRow {
 
   __device__ StateRow(const Shape& shape, i64 rows) {
     const i64 blocks = (rows + WARPS - 1) / WARPS, head = blockIdx.x / blocks;
-    r = blockIdx.x % blocks * WARPS + threadIdx.x / 32, h = head % shape.H, n = head / shape.H, b = n / shape.count;
-    span = tokens_of(shape, n % shape.count);
+    r = blockIdx.x % blocks * WARPS + threadIdx.x / 32, h = head % shape.H, n = head / shape.H,
+    b = n / shape.row_sequences;
+    span = tokens_of(shape, n % shape.row_sequences);
   }
 };
 

@@ -54,12 +54,12 @@ template <typename T> struct StridedRows {
 // compiler compares them.
 struct Shape {
   i64 B, H, T, K, V;
-  i64 count;                // sequences in a row of the batch: 1 if dense, N if packed
-  const i64* bounds;        // [count + 1]; packed sequence s has the tokens bounds[s] to bounds[s + 1] - 1
+  i64 row_sequences;        // sequences, or segments, of a batch row: of dense sequences 1, of packed ones N
+  const i64* bounds;        // [row_sequences + 1]; sequence s has the tokens bounds[s] to bounds[s + 1] - 1
   i64 chunk;                // tokens of a chunk
   i64 NC;                   // chunks in a row of the batch
   const i64* chunks;        // [NC, 2], each chunk's first token and the token after its last
-  const i64* chunk_bounds;  // [count + 1]; packed sequence s has the chunks chunk_bounds[s] to chunk_bounds[s + 1] - 1
+  const i64* chunk_bounds;  // [row_sequences + 1]; sequence s has the chunks chunk_bounds[s] to chunk_bounds[s + 1] - 1
 };
 
 constexpr bool FORWARDS = false, BACKWARDS = true;  // the direction of a walk over tokens, or segments

@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G>
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 tiles = (shape.V + BV - 1) / BV, v_tile = blockIdx.x % tiles * BV, h = blockIdx.x / tiles % shape.H;
-  const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;  // sequence, its batch row
-  const Span span = tokens_of(shape, n % shape.count);
+  const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.row_sequences;  // sequence, its batch row
+  const Span span = tokens_of(shape, n % shape.row_sequences);
   // A thread has column v_tile + lane and THREAD_CHANNELS channels from first_channel on.
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_channel = warp * THREAD_CHANNELS;
   const i64 first_index = (n * shape.H + h) * shape.K * shape.V + v_tile + lane;

@@ -45,8 +45,9 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
   const i64 v_tiles = (shape.V + TILE - 1) / TILE, k_tiles = (shape.K + TILE - 1) / TILE;
   const i64 v_tile = blockIdx.x % v_tiles * TILE, k_tile = blockIdx.x / v_tiles % k_tiles * TILE;
   const i64 head = blockIdx.x / v_tiles / k_tiles % shape.H, sequence = blockIdx.x / v_tiles / k_tiles / shape.H;
-  const i64 batch = sequence / shape.count, state_size = shape.K * shape.V;
-  const Span chunks = chunks_of(shape, sequence % shape.count), tokens = tokens_of(shape, sequence % shape.count);
+  const i64 batch = sequence / shape.row_sequences, state_size = shape.K * shape.V;
+  const Span chunks = chunks_of(shape, sequence % shape.row_sequences);
+  const Span tokens = tokens_of(shape, sequence % shape.row_sequences);
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   const int row = int(k_tile) + 16 * warp + g, across = int(v_tile) + 2 * t;  // of the lane's first number
   const bool pairs = shape.V % 2 == 0;  // whether two neighbouring numbers of a state are aligned for one store

@@ -27,8 +27,7 @@
 // of rows; WHOLE_PIECES: in pieces of 16 bytes, as all rows are padded. state_tile_index: the place of a tile
 // of 64 x 64 in chunk_states, where store_in_tiles stores the warp's part of S; each_number: calls a function with the
 // lane's numbers of S that exist, and their places in a state [K, V]. tokens_at(x, ..., first): rows of an array, read
-// number by number; its at(i, c, width): of token i and channel first + c, or 0 from c = width on. shape.count:
-// sequences of a batch row
+// number by number; its at(i, c, width): of token i and channel first + c, or 0 from c = width on.
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 
@@ -105,8 +104,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
   const int v_tile = block % v_tiles, k_tile = block / v_tiles % k_tiles, head = block / tiles % heads;
-  const int sequence = block / tiles / heads, batch = sequence / int(shape.count);
-  const Span span = tokens_of(shape, sequence % shape.count);
+  const int sequence = block / tiles / heads, batch = sequence / int(shape.row_sequences);
+  const Span span = tokens_of(shape, sequence % shape.row_sequences);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int K = int(shape.K), V = int(shape.V);
   const int channel = k_tile * TILE + 16 * warp + g, column = v_tile * TILE + 2 * t;
@@ -117,7 +116,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     each_number(S, channel, column, K, V, [&](float& x, i64 index) { x = given[state_offset + index]; });
 
   const int chunks = int((span.stop - span.start + CHUNK - 1) / CHUNK), steps = STEPS * chunks;
-  const i64 first_chunk = chunks_of(shape, sequence % shape.count).start;
+  const i64 first_chunk = chunks_of(shape, sequence % shape.row_sequences).start;
   // A step is 32 tokens, in the order of the walk. chunk_of: its chunk in the batch row. `fetch` starts to copy its
   // tokens to stage step % STAGES, and commits a group of copies also if there is no such step.
   const auto chunk_of = [&](int step) { return first_chunk + (backwards ? chunks - 1 - step / STEPS : step / STEPS); };

@@ -114,10 +114,10 @@ __global__ void __launch_bounds__(2 * BV,
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, sequence_head = blockIdx.x / tiles, H = u32(shape.H),
-            count = u32(shape.count);
-  const u32 sequence = sequence_head / H, h = sequence_head % H, b = sequence / count;  // b: row of `count` sequences
+            row_sequences = u32(shape.row_sequences);
+  const u32 sequence = sequence_head / H, h = sequence_head % H, b = sequence / row_sequences;
   if (!HAS_OUTPUTS && sequence % u32(args.segments) >= u32(args.computed)) return;
-  const Span span = tokens_of(shape, sequence % count);
+  const Span span = tokens_of(shape, sequence % row_sequences);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
   const float scale = float(args.scale);

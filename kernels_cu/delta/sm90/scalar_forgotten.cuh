@@ -75,7 +75,7 @@ __device__ __forceinline__ int remembered_chunks(Memory& s, const Args& args, co
   if (!(total <= FORGOTTEN_NATS)) return -1;
   // Then the gates above 0 behind the segment; tokens are counted from the segment's first one on.
   const u32 n = u32(work.sequence),
-            first = n % u32(args.shape.count) - n % u32(args.P);  // the sequence's first segment
+            first = n % u32(args.shape.row_sequences) - n % u32(args.P);  // the sequence's first segment
   const int begin = BACKWARDS ? int(tokens_of(args.shape, first).start) - work.start : work.tokens;
   const int end = BACKWARDS ? 0 : int(tokens_of(args.shape, first + u32(args.P) - 1).stop) - work.start;
   sum = 0.f;

@@ -1,12 +1,13 @@
 // what      Which segments of sequences a block computes, in the two passes of Hopper's backward of GLA and RWKV-6:
 //           backward_queries.cu goes forwards in time, backward_keys.cu backwards. The template argument BACKWARDS is
 //           false of the first pass and true of the second; callers write FORWARDS or BACKWARDS (tensor.cuh)
-// terms     A batch has shape.B rows of shape.T tokens. A row has shape.count segments: its sequences, one after the
-//           other, of P segments each; P = 1: whole sequences. A pass goes through a segment in chunks of CHUNK tokens.
-//           The segment of a head has the number (segment of the batch) * shape.H + head, as work_tile counts
+// terms     A batch has shape.B rows of shape.T tokens. A row has shape.row_sequences segments: its sequences, one
+//           after the other, of P segments each; P = 1: whole sequences. A pass goes through a segment in chunks of
+//           CHUNK tokens. The segment of a head has the number (segment of the batch) * shape.H + head, as work_tile
+//           counts
 // grid      Three cases, of which the host chooses one, with P, `joined` and the number of blocks that belong to it
 //           (segments.hoppers_backward_cut); kernels do not check them:
-//           OneEach           a block for the segment of a head: B count H blocks
+//           OneEach           a block for the segment of a head: B row_sequences H blocks
 //           OneEach, joined   P = 3, and two blocks for the sequence of a head, so gridDim.x is even. The first half of
 //                             the grid's blocks have two segments each, which they compute as one; the others have one:
 //                               first pass      0 | 1 2
@@ -31,7 +32,7 @@ struct InTurn {
   static constexpr bool in_turn = true;
 };
 
-__device__ __forceinline__ u32 all_segments(const Shape& shape) { return u32(shape.B * shape.count * shape.H); }
+__device__ __forceinline__ u32 all_segments(const Shape& shape) { return u32(shape.B * shape.row_sequences * shape.H); }
 __device__ __forceinline__ int chunks_of(const WorkTile& work) { return (work.tokens + CHUNK - 1) / CHUNK; }
 
 // ---- OneEach --------------------------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ struct Segment : WorkTile {
 // The segment of a head that has this number.
 __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 number, i64 P) {
   WorkTile work = work_tile(shape, number);
-  const u32 segment = u32(work.sequence) % u32(shape.count);  // of its batch row
+  const u32 segment = u32(work.sequence) % u32(shape.row_sequences);  // of its batch row
   // The row of a segment's first chunk is start / CHUNK, rounded down, plus the number of sequences before it in the
   // batch row. work_tile, whose argument P is 1 here, has added the number of segments instead.
   work.chunk_row += i64(segment / u32(P)) - segment;

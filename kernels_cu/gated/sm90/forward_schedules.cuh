@@ -8,7 +8,7 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   shape.count: how many sequences (or segments) a batch row has; shape.H: heads
+//   shape.H: heads
 //   Args, in forward_storage.cuh: segments (of a sequence); parts (of a segment); segment_states (the final states of
 //     segments from an earlier launch, from which the next segments start; null: each segment starts from a state of
 //     `initial`); backwards (the token stride is negative: then threads copy rows, else tensor maps copy boxes of CHUNK
@@ -65,12 +65,13 @@ template <class Schedule, int BV, class Args>
 __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   constexpr u32 SIZE = Schedule::CLUSTER_SIZE;
   const Shape& shape = args.shape;
-  const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H), count = u32(shape.count);
+  const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H),
+            row_sequences = u32(shape.row_sequences);
   const u32 segments = u32(args.segments), parts = Schedule::has_outputs ? 1 : u32(args.parts);
   // s: the number of the sequence or segment in its batch row; segment: its number over the batch; part: the part's.
   const u32 head_index = block / tiles, h = head_index % H, segment_index = head_index / H / parts;
-  const u32 batch = segment_index % u32(shape.B), s = count - 1 - segment_index / u32(shape.B);
-  const u32 segment = batch * count + s, part = segment * parts + head_index / H % parts;
+  const u32 batch = segment_index % u32(shape.B), s = row_sequences - 1 - segment_index / u32(shape.B);
+  const u32 segment = batch * row_sequences + s, part = segment * parts + head_index / H % parts;
   const Span span = tokens_of(shape, s);
   const auto state = [&](u32 number) { return (i64(number) * H + h) * shape.K * shape.V; };
   // continues: the tokens start from the final state of the segment before; last: they end their sequence, or each part

@@ -19,7 +19,7 @@
 
 // From the includes:
 //   first_token_of: the first token of an iteration's chunk; ends_stretch: whether a chunk is its stretch's last
-//   WorkTile: the block's sequence, head and tokens; shape.count: sequences of a batch row
+//   WorkTile: the block's sequence, head and tokens
 //   swizzled(rows, row, piece): the address of 16 bytes of a row. low, high: the numbers of a u32
 //   ldmatrix_row(panel, row): the address that a lane gives to ldmatrix, for the warp's 16 columns of 16 tokens from
 //     `row` on
@@ -72,8 +72,9 @@ template <int BK> constexpr int STATE_PIECES = BK / 16 * TILE_PIECES<BK>;
 // floor((n - 1) / STRETCH) + 1 slots, and the next sequence's first slot is at least floor(n / STRETCH) + 1 further on.
 template <int BK, class Args>
 __device__ __forceinline__ uint4* stretch_state(const Args& args, const WorkTile& work, int token) {
-  const i64 first_slot = (i64(work.batch) * args.shape.H + work.head) * (args.shape.T / STRETCH + args.shape.count);
-  const int sequence_in_batch = work.sequence - work.batch * i32(args.shape.count);
+  const i64 first_slot =
+      (i64(work.batch) * args.shape.H + work.head) * (args.shape.T / STRETCH + args.shape.row_sequences);
+  const int sequence_in_batch = work.sequence - work.batch * i32(args.shape.row_sequences);
   const i64 slot = first_slot + work.start / STRETCH + sequence_in_batch + token / STRETCH;
   return args.stretch_states + slot * STATE_PIECES<BK>;
 }

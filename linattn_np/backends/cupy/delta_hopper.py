@@ -248,7 +248,7 @@ def tile_sizes(heads, K, V, multiprocessors) -> tuple[int, int]:
 
 def all_heads(shape) -> int:
     """The heads of all sequences."""
-    return shape.B * shape.count * shape.H
+    return shape.B * shape.row_sequences * shape.H
 
 
 def launch_starts(draft, cut, tokens, shape, initial, normalized, first_args=None):
@@ -260,7 +260,7 @@ def launch_starts(draft, cut, tokens, shape, initial, normalized, first_args=Non
     """
     (q, k, v, g, beta), kernel = tokens, cut.summary
     F, starts = memory_of_segments(draft, shape, 1 if first_args is None else 2, FLOAT32)
-    forgets = draft.empty((shape.B * shape.count, shape.H), np.dtype(np.int64))
+    forgets = draft.empty((shape.B * shape.row_sequences, shape.H), np.dtype(np.int64))
     draft.launch(
         kernel,
         all_heads(shape) * (kernel.grid(shape.V) + kernel.grid(shape.K)),

@@ -196,8 +196,7 @@ class CutInChunks(SegmentCut):
         walk : one of `walk_of`; None: `self.walk`
         F : the memory for that of all segments; of a walk only backwards, F itself
         """
-        # shape.count: segments of all sequences of a batch row
-        (K, V), P, walk, all_segments = (shape.K, shape.V), self.segments, walk or self.walk, shape.B * shape.count
+        K, V, P, walk, all_segments = shape.K, shape.V, self.segments, walk or self.walk, shape.B * shape.row_sequences
         read, tiles, starts = read | {"shape": shape, "P": P}, walk.directions * walk.grid(V), None
         if P > 1:
             # What walks backwards write follows what those forwards do, even where there are none of these.
@@ -219,7 +218,7 @@ def memory_of_segments(draft, shape, directions, dtype):
     """(F of all segments, `starts`): new arrays. Walks write G to `starts`, in the place of the next segment, and G' in
     that of the previous one; `join_segments` overwrites them with the state, or the gradient, from which the walk of
     that segment starts."""
-    all_segments, H, K, V = shape.B * shape.count, shape.H, shape.K, shape.V
+    all_segments, H, K, V = shape.B * shape.row_sequences, shape.H, shape.K, shape.V
     F = draft.empty(shape_of_F(all_segments, H, K), dtype)
     return F, draft.empty((directions, all_segments, H, K, V), dtype)
 
@@ -361,7 +360,7 @@ class CutOfSmallHeads(SegmentCut):
         """Launches the walk; and before it, if sequences are cut, what computes the states, and their gradients, from
         which segments start. read, written: arguments of the walk by name."""
         shape, starts = read["shape"], None
-        states, read = shape.B * shape.count * shape.H, read | {"P": self.segments}
+        states, read = shape.B * shape.row_sequences * shape.H, read | {"P": self.segments}
 
         def launch(kernel, states, **written):
             arguments = {name: x for name, x in (read | written).items() if name in kernel.names}
@@ -385,4 +384,4 @@ def launch_by_token(draft, kernel, read, more_columns=0, **written):
     shape = read["shape"]
     arguments = {name: x for name, x in read.items() if name in kernel.names} | written
     tiles = ceil_div(shape.V, kernel.BV * arguments.get("tiles", 1)) + ceil_div(more_columns, kernel.BV)
-    draft.launch(kernel, shape.B * shape.count * shape.H * tiles, **arguments)
+    draft.launch(kernel, shape.B * shape.row_sequences * shape.H * tiles, **arguments)

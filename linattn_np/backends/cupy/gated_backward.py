@@ -244,7 +244,7 @@ def launch_hopper(draft, backward, cut):
     u, ends = draft.bonus(problem), draft.empty((N * P, H, K), FLOAT32)
     # From the first kernel to the second: `ends`, [N P, H, K], sum_v (the state at a segment's end) dht; query_sums, a
     # row of K sums and of flags for each chunk, at most so many; checkpoints (backward_keys.cu describes all)
-    query_sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K + keys.FLAGS), FLOAT32)
+    query_sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.row_sequences, K + keys.FLAGS), FLOAT32)
     checkpoints = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
     if summaries:
         initial, dht = launches.joined_saved_summaries(*summaries, dht, starts)

@@ -167,7 +167,7 @@ class PortableForward(ForwardPass):
         """Launches `kernel` for all channels; `args`: its arguments besides those that every launch of a pass has."""
         (B, H, K, V), rows, shape = self.problem.shape("B H K V"), self.rows, self.draft.shape(self.problem, spans)
         args |= {"shape": shape, "scale": self.problem.scale, "sums": self.sums, "bytes": common_bytes(*rows.values())}
-        blocks = B * H * shape.count * kernel.grid(V)
+        blocks = B * H * shape.row_sequences * kernel.grid(V)
         for channel in range(0, K, kernel.channels):
             self.draft.launch(kernel.with_channels(K - channel), blocks, **rows, **args, channel=channel)
 
@@ -200,7 +200,7 @@ class WideForward(PortableForward):
         draft.launch(prepare, shape.all_chunks, **rows, u=self.u, **intermediate, shape=shape)
         rows = {"v": self.v, "o": self.o, "bytes": common_bytes(self.v, self.o)}
         states = {"initial": initial, "final": final}
-        blocks = B * H * shape.count * kernel.grid(V)
+        blocks = B * H * shape.row_sequences * kernel.grid(V)
         draft.launch(kernel, blocks, **rows, **intermediate, **states, shape=shape, scale=problem.scale)
 
 
@@ -280,12 +280,12 @@ class HopperForward(ForwardPass):
         arrays = self.inputs_of(kernel) | states | {"o": self.o, "u": self.u}
         (B, H, K, V), shape = self.problem.shape("B H K V"), self.draft.shape(self.problem, spans)
         marks = self.marks if kernel.reads else None  # reads: whether the kernel computes outputs, not only a summary
-        marks_per_sequence = 0 if marks is None else marks.shape[0] // (B * shape.count)
+        marks_per_sequence = 0 if marks is None else marks.shape[0] // (B * shape.row_sequences)
         args |= {"marks": marks, "mark_every": self.cut.mark_every if self.marks is not None else 0}
         args |= {"marks_per_sequence": marks_per_sequence, "parts": parts}
         # whether tokens lie in reverse order in memory, which tensor maps do not allow: threads then copy the rows
         args |= {"backwards": any(x.strides[2] < 0 for x in (self.q, self.k, self.v, self.o))}
-        blocks = B * H * shape.count * parts * kernel.grid(V)
+        blocks = B * H * shape.row_sequences * parts * kernel.grid(V)
         for channel in range(0, K, kernel.channels):
             self.draft.launch(kernel, blocks, **arrays, **args, shape=shape, scale=self.problem.scale, channel=channel)
 

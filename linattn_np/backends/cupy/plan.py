@@ -240,12 +240,12 @@ class Shape:
     T: int
     K: int
     V: int
-    count: int  # sequences in a row of the batch
-    bounds: Ref | None  # int64 [count + 1]: each sequence's first token, then T; null if all sequences have T tokens
+    row_sequences: int  # sequences, or segments, of a batch row
+    bounds: Ref | None  # int64 [row_sequences + 1]: each sequence's first token, then T; null if all have T tokens
     chunk: int  # tokens of a chunk
     NC: int  # chunks in a row of the batch
     chunks: Ref | None  # int64 [NC, 2]: each chunk's first token and last token + 1; null where `bounds` is
-    chunk_bounds: Ref | None  # int64 [count + 1]: each sequence's first chunk, then NC; null where `bounds` is
+    chunk_bounds: Ref | None  # int64 [row_sequences + 1]: each sequence's first chunk, then NC; null where `bounds` is
 
     @property
     def all_chunks(self) -> int:
@@ -532,7 +532,7 @@ class Draft:
         dense, chunk = spans is None and not problem.varlen, chunk or problem.chunk_size or CHUNK
         spans = spans or problem.spans
         K, V = (changed.get(axis, problem.sizes.get(axis, 0)) for axis in "KV")
-        sizes = {"B": B, "H": H, "T": T, "K": K, "V": V, "count": spans.count, "chunk": chunk}
+        sizes = {"B": B, "H": H, "T": T, "K": K, "V": V, "row_sequences": spans.count, "chunk": chunk}
         if dense:
             return Shape(**sizes, NC=ceil_div(T, chunk), bounds=None, chunks=None, chunk_bounds=None)
         bounds, chunk_bounds, chunks = spans.bounds, spans.chunk_bounds(chunk), spans.chunks(chunk)

@@ -354,7 +354,7 @@ def launch_sums(draft, problem, kernel, sums, g, shape, columns, decays=None, se
     segments, computed : each sequence has so many segments in `shape`, of which the first `computed` are computed
     gate_arrays : those of `arrays_for_gate`, if the gate's gradient is wanted
     """
-    blocks = problem.sizes["B"] * shape.count * problem.sizes["H"] * ceil_div(columns, kernel.BV) * len(sums)
+    blocks = problem.sizes["B"] * shape.row_sequences * problem.sizes["H"] * ceil_div(columns, kernel.BV) * len(sums)
     gate_arrays = {"dq_tiles": 0} | gate_arrays
     draft.launch(
         kernel, blocks, sums=sums, g=g, shape=shape, decays=decays, segments=segments, computed=computed, **gate_arrays
@@ -463,7 +463,7 @@ def arrays_for_gate(draft, gla, shape, dq_kernel, dk_dv_kernel):
     STRETCH tokens, and `token_sums`, one sum per token for each of its `dq_tiles` tiles of K. From these the kernel of
     dk and dv computes dg: [B, H, T], or [B, H, T, tiles] if K takes several of its tiles."""
     B, H, T, K = gla.shape("B H T K")
-    states = T // dq_kernel.STRETCH + shape.count
+    states = T // dq_kernel.STRETCH + shape.row_sequences
     dq_tiles, tiles = ceil_div(K, dq_kernel.BV), ceil_div(K, dk_dv_kernel.BV)
     return {
         "stretch_states": draft.empty((B, H, states, dq_kernel.BK, dq_kernel.BK), BFLOAT16),

@@ -221,7 +221,7 @@ class Stages:
             access, kernel = {}, Float64InterChunk()
             blocks = ceil_div(shape.K * shape.V, kernel.threads)
         arrays = {"kg": kg, "v": v, "b": b, "h": h, "initial": initial, "final": final}
-        self.draft.launch(kernel, shape.B * shape.count * shape.H * blocks, **arrays, shape=shape, **access)
+        self.draft.launch(kernel, shape.B * shape.row_sequences * shape.H * blocks, **arrays, shape=shape, **access)
         return h
 
     def intra_chunk(self, q, k, g):
