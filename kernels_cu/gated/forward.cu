@@ -18,7 +18,7 @@
 //           score as the sum of two numbers. Other data: products in tf32, for float32 data PRODUCTS of them
 //           (fragments.cuh)
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// limits    BK and BV of 64, 128, BV also of 256; more channels by SplitChannels, a launch for every BK, each adding to
+// limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to
 //           `sums`
 //
 // Names. CHUNK<T>: tokens of a chunk. WarpShare (forward_operands.cuh), n: one of the SHARES_PER_WARP shares of a warp:

@@ -7,7 +7,7 @@
 //           its own, up to the border. A query before the border is divided by the decays of the tokens after its own
 //           (RWKV-6: from its own on), up to the border, and a key after the border by those from the border up to and
 //           with its own: only the border in the middle of a sub-chunk has such tokens
-// limits    BK and BV of 64, 128, BV also of 256
+// limits    BK and BV of 64, 128
 #include "gated/forward_tiles.cuh"
 #include "growth.cuh"
 #include "tensor.cuh"

@@ -111,13 +111,9 @@ class GatedForward(ForwardInChunks, ReadOrderKernel):
         If the first choice is too large, SPLIT_CHANNELS halves BK; the other schedules halve BV.
         """
         instance = cls(read_order, schedule, dtype, gate, products, tile_for(K), tile_for(V))
-        is_split = schedule == SPLIT_CHANNELS
-        wide_instance = replace(instance, BV=2 * TILES[-1])
-        if is_split and dtype == BFLOAT16 and V > TILES[-1] and wide_instance.shared_bytes <= shared:
-            return wide_instance
         if instance.shared_bytes <= shared:
             return instance
-        return replace(instance, BK=TILES[0]) if is_split else replace(instance, BV=TILES[0])
+        return replace(instance, BK=TILES[0]) if schedule == SPLIT_CHANNELS else replace(instance, BV=TILES[0])
 
     def with_channels(self, channels_left):
         narrow = self.schedule == SPLIT_CHANNELS and channels_left <= TILES[0]
