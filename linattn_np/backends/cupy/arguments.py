@@ -20,7 +20,7 @@ WORD, MAP_WORDS, MAP_ALIGNMENT = 8, 16, 64  # bytes per word, words per tensor m
 
 @dataclass(frozen=True)
 class StructMember:
-    """A member of a struct: `kind` is rows, pointer, integer, real, map, shape, struct or structs."""
+    """A member of a struct: `kind` is a key of `WORDS`, a function that makes its words."""
 
     name: str
     kind: str
@@ -98,6 +98,7 @@ def row_words(x, _):
     if x is None:
         return [None, 0, 0, 0]
     strides = [stride // x.dtype.itemsize if size > 1 else 0 for stride, size in zip(x.strides[:-1], x.shape)]
+    assert len(strides) <= 3 and not any(stride % x.dtype.itemsize for stride in x.strides)
     return [x.ref, *strides, *[0] * (3 - len(strides))]
 
 
@@ -132,7 +133,8 @@ class Packed:
     def __init__(self, declared, args, index_of):
         size = size_of(declared)
         self.words, word_index = np.zeros(size // WORD, np.int64), 0
-        reals, address_indices, memory_indices, byte_offsets, self.maps = self.words.view(np.float64), [], [], [], []
+        reals = self.words.view(np.float64)  # the same memory
+        address_indices, memory_indices, byte_offsets, self.maps = [], [], [], []
         for word in words_of(declared, args):
             if isinstance(word, Ref):
                 address_indices.append(word_index)

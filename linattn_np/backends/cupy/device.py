@@ -333,7 +333,7 @@ COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # of the driver's CUlaunc
 
 
 class LaunchAttribute(ctypes.Structure):
-    """The driver's CUlaunchAttribute: 8 bytes of name, 64 of value."""
+    """The driver's CUlaunchAttribute."""
 
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
 
@@ -349,6 +349,9 @@ class LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.POINTER(LaunchAttribute)),
         ("count", ctypes.c_uint),
     ]
+
+
+assert ctypes.sizeof(LaunchAttribute) == 72 and ctypes.sizeof(LaunchConfig) == 56  # as in cuda.h
 
 
 @cache

@@ -16,9 +16,8 @@ from .arguments import members, structs
 from .arithmetic import ceil_div
 from .kernel import Kernel
 
-FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}  # the kernels' names of feature maps
-
-
+# {a feature map in `declarations.FEATURE_MAPS`: its name in the kernels}
+FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
 MANY_ARRAYS = 1024  # so many are summed in two launches
 
 

@@ -36,7 +36,8 @@ BUFFER_ALIGNMENT = 256  # bytes; buffers that share an allocation start at multi
 def plan_of(planner, name, problem, device, **trees):
     """The plan that the planner's function `name` makes for descriptions of the call and of further arrays, with large
     copies made faster; None if it has no such function. `trees`: nested tuples of arrays, in the order of the
-    function's parameters; empty `summaries` are left out, since many planners take none."""
+    function's parameters; empty `summaries` are left out, since many planners take none. The plan's given arrays are
+    those of `arrays_of`, then those of `trees`."""
     if not hasattr(planner, name):
         return None
     described_problem, memory = describe(problem, device)
@@ -245,6 +246,7 @@ def describe(problem, device) -> tuple:
     out, options = described("out", problem.out), dict(problem.options)
     for name in array_options(problem):
         options[name] = described(name, options[name])
+    assert [x.shape for x in given] == [x.shape for x in arrays_of(problem)]
     described_problem = problem.replace(
         arrays=arrays, initial_state=initial, out=out, options=options, mode=mode_of(problem), memo=None, example=None
     )

@@ -14,11 +14,12 @@ from .arguments import pack
 from .arithmetic import ceil_div
 from .source import root
 
-CTYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "f16", BFLOAT16: "bf16"}
-HALF = tuple(CTYPES)[1:]  # float16 and bfloat16
+HALF = np.dtype(np.float16), BFLOAT16
 DOUBLE = np.dtype(np.float64)
 INT8 = np.dtype(np.int8)
 SM90 = "sm_90a"  # `Kernel.arch` of kernels for Hopper alone
+# {dtype: its name in C++}: of most operators' kernels; with those in float64; with all that models have
+CTYPES = {np.dtype(np.float32): "float", HALF[0]: "f16", HALF[1]: "bf16"}
 FLOATS = CTYPES | {DOUBLE: "double"}
 CPP_NAMES = FLOATS | {INT8: "i8"}
 
@@ -173,7 +174,8 @@ class TiledKernel(Kernel):
 
 
 class HopperKernel(TiledKernel):
-    """The base of tiled kernels for Hopper alone. Two blocks of 64 channels by 64 columns share a multiprocessor."""
+    """The base of tiled kernels for Hopper alone. Two blocks share a multiprocessor if their tile is the smallest, 64
+    channels by 64 columns."""
 
     arch = SM90
 

@@ -1,4 +1,5 @@
-"""The kernels. Arrays are [B, H, T, ...] with any strides; the grid of blocks has one axis, x.
+"""The kernels. Arrays are [B, H, T, ...] with any strides; the grid of blocks has one axis, x. `plans` launches as many
+blocks as the list after *grid* says, of which the last item changes fastest.
 
 A block has `THREADS` threads, which exchange data by tiles in shared memory, with barriers (`syncthreads`). The
 arithmetic is in the dtype of the float32 or float64 arrays that each docstring lists after *Real*. `chunks` [NC, 2]
