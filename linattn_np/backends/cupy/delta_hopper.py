@@ -420,7 +420,7 @@ def launch_backward(draft, cut, x, gradients, whole, segments, scale, normalized
     """
     first, second, dtype, (T, K, V) = cut.first, cut.second, x.q.dtype, (whole.T, whole.K, whole.V)
     args = token_args(x.q, x.g, x.beta, whole, scale, normalized)
-    chunks = whole.B * whole.H * (T // second.CHUNK + whole.count)
+    chunks = whole.B * whole.H * (T // second.CHUNK + whole.row_sequences)
     state_gradients = draft.empty((1, 1, chunks * second.BV, second.BK), dtype)
     first_shape, starts = segments if cut.first_segments > 1 else whole, None
     first_args = args | {
