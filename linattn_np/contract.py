@@ -18,7 +18,7 @@ import numpy as np
 from . import aliasing, array_kinds, value_heads, varlen, warnings_of_misuse
 from .argument_checks import Declaration, is_int, is_real
 from .checked_calls import checked
-from .conversions import copied_arrays, is_transformed, to_backend
+from .conversions import copied_arrays, to_backend
 from .errors import ContractTypeError
 from .layouts import LAYOUTS, in_layout, swap_heads
 from .messages import cast, kind_of, shown
@@ -60,7 +60,7 @@ class Op(Declaration):
             self.check_contents(problem)
         if problem.warnings or problem.home == "host":
             warnings_of_misuse.warn_of_call(problem)
-        return problem if as_given or not is_transformed(problem) else to_backend(problem)
+        return problem if as_given or not problem.is_transformed else to_backend(problem)
 
     def check(
         self,

@@ -16,11 +16,6 @@ from .problem import Problem
 
 
 # -- a whole call -----------------------------------------------------------------------------------------------------
-def is_transformed(problem: Problem) -> bool:
-    """Whether a backend's arrays differ from the caller's."""
-    return problem.reverse or problem.state_v_first or problem.groups > 1 or problem.mask is not None
-
-
 def to_backend(problem: Problem) -> Problem:
     """The problem with a backend's arrays; its `out` is None if no view of the caller's `out` has a backend's axes."""
     arrays = {

@@ -69,6 +69,16 @@ class Problem:
         """The dtype of the arithmetic, and of states."""
         return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
+    @property
+    def is_transformed(self) -> bool:
+        """Whether a backend's arrays differ from the caller's: `conversions` makes them."""
+        return self.reverse or self.state_v_first or self.groups > 1 or self.mask is not None
+
+    @property
+    def token_arrays(self) -> list:
+        """The arrays with an axis of tokens; u, for example, has none."""
+        return [x for name, x in self.arrays.items() if "T" in self.op.arrays[name].split()]
+
     def shape(self, axes: str) -> tuple[int, ...]:
         """The sizes of axes such as "B H T"."""
         return tuple(self.sizes[axis] for axis in axes.split())

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from .arithmetic import ceil_div
 from .elementwise_kernels import CopyRows
-from .plan import Copy, Draft, aligned16, are_large, arrays_in, common_bytes, has_rows, is_contiguous, token_arrays
+from .plan import Copy, Draft, aligned16, are_large, arrays_in, common_bytes, has_rows, is_contiguous
 
 PADDED_BYTES = 16
 
@@ -37,7 +37,7 @@ def plan_on_copies(problem, plan, *cotangents, keep=""):
 def plan_of_padded(problem, plan, do=None, dht=None, keep=""):
     """(a draft that makes the padded copies, what `plan` returns for them, which is not yet a part of the draft)."""
     sizes, draft, copies = dict(problem.sizes), Draft(), {}
-    multiple = PADDED_BYTES // min(x.dtype.itemsize for x in token_arrays(problem))
+    multiple = PADDED_BYTES // min(x.dtype.itemsize for x in problem.token_arrays)
     for axis in "KV":
         sizes[axis] = multiple * ceil_div(sizes[axis], multiple)
 

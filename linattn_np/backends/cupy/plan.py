@@ -203,11 +203,6 @@ def have_positive_strides(arrays) -> bool:
     return all(x.size and all(stride > 0 or size == 1 for stride, size in zip(x.strides, x.shape)) for x in arrays)
 
 
-def token_arrays(problem) -> list:
-    """The arrays of a call that have an axis of tokens; u, for example, has none."""
-    return [x for name, x in problem.arrays.items() if "T" in problem.op.arrays[name].split()]
-
-
 def are_large(arrays) -> bool:
     """Whether no array is empty and a copy of all of them takes much longer than the launch of a kernel."""
     return all(x.size for x in arrays) and sum(x.nbytes for x in arrays) >= LARGE_BYTES

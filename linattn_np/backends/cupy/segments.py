@@ -59,7 +59,7 @@ from .gated_kernels import (
     read_order,
 )
 from .kernel import DOUBLE
-from .plan import FLOAT32, common_bytes, has_rows, mappable, mappable_either_way, token_arrays
+from .plan import FLOAT32, common_bytes, has_rows, mappable, mappable_either_way
 from .scalar_decay_kernels import SUMS_AT_ONCE, ScalarBackwardSegments, WeightedSums
 
 # -- constants ---------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def without_a_short_segment(problem, device, cut) -> ForwardCut:
 def forward_cut(problem, device) -> ForwardCut:
     """How the forward pass is computed for gates of every channel."""
     small = are_small(problem, device)
-    hopper = not small and fits_hoppers_forward(problem, device, token_arrays(problem))
+    hopper = not small and fits_hoppers_forward(problem, device, problem.token_arrays)
     # The option "final_state" is an array of a model, to which kernels write the last states themselves.
     if not hopper and "final_state" not in problem.options and copies_are_faster(problem, device):
         return ForwardCut(COPIED)
@@ -372,7 +372,7 @@ def copies_are_faster(problem, device) -> bool:
     whole pieces of 16 bytes: if Hopper's own kernels can read these, or if the kernels of every card load slowly.
     (Where Hopper's own kernels can read rows of these lengths, only arrays at other addresses are copied: see
     `Draft.mapped`.)"""
-    arrays, few = token_arrays(problem), are_few(problem, device)
+    arrays, few = problem.token_arrays, are_few(problem, device)
     return not few and only_copies_fit_hopper(problem, device, arrays) or loads_forward_slowly(problem, device, arrays)
 
 
@@ -606,14 +606,14 @@ def backward_cut(problem, device, do, sums_dg=False, saved=None, summarised=Fals
             if not forward.gives_starts:
                 forward = None
         return hoppers_backward_cut(problem, device, backward, bool(saved) or forward is not None, summarised, forward)
-    if load_slowly([*token_arrays(problem), do], LEAST_PIECE_BACKWARD):
+    if load_slowly([*problem.token_arrays, do], LEAST_PIECE_BACKWARD):
         return BackwardCut(COPIED, device)
     return small_backward_cut(problem, device) if way == SMALL else portable_backward_cut(problem, device, sums_dg)
 
 
 def backward_way(problem, device, sums_dg=False) -> str:
     """The way of a pullback for gates of every channel, if no array is copied. `sums_dg` as in `backward_cut`."""
-    hopper = fits_hopper(problem, device, token_arrays(problem))
+    hopper = fits_hopper(problem, device, problem.token_arrays)
     if are_small(problem, device):
         return SMALL
     if takes_short_backward(problem, TILES[-1] if hopper else 0):

@@ -24,7 +24,7 @@ from .elementwise_kernels import sum_arrays
 from .gated_forward import PortableForward
 from .gated_kernels import CHANNELS, channels
 from .kernel import DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
-from .plan import Array, Draft, common_bytes, is_contiguous, token_arrays
+from .plan import Array, Draft, common_bytes, is_contiguous
 
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
 # struct Args, which the compiler checks, with `?` if they may be null.
@@ -146,7 +146,7 @@ def plan_all_stages(problem, device, summaries):
     """The plan of mode "staged" of an operator of the gated family: all five stages. Stage 3 goes from chunk to chunk:
     few heads are cut into segments, which are summarised before. Rows that stages would load slowly are copied to
     padded ones first. `summaries` is always empty."""
-    if problem.dtype != DOUBLE and segments.load_slowly(token_arrays(problem), segments.LEAST_PIECE):
+    if problem.dtype != DOUBLE and segments.load_slowly(problem.token_arrays, segments.LEAST_PIECE):
         return aligned_copies.plan_on_copies(problem, lambda copies: plan_all_stages(copies, device, ()))
     draft = Draft()
     stages = Stages(draft, problem, lambda x, dtype, shape=None: draft.empty(shape or x.shape, dtype))

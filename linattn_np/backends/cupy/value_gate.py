@@ -31,7 +31,7 @@ from .gated_kernels import (
     tile_for,
 )
 from .kernel import CTYPES, DOUBLE, Kernel, no_kernels
-from .plan import FLOAT32, Draft, aligned16, token_arrays
+from .plan import FLOAT32, Draft, aligned16
 from .segments import PORTABLE, SHORT, BackwardCut
 
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
@@ -126,7 +126,7 @@ def plan(problem, device):
     """The plan of a call."""
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
-    if problem.mode == "chunk" and segments.loads_forward_slowly(problem, device, token_arrays(problem)):
+    if problem.mode == "chunk" and segments.loads_forward_slowly(problem, device, problem.token_arrays):
         return aligned_copies.plan_on_copies(problem, lambda copies: plan(copies, device))
     draft = Draft()
     o, final, arrays = draft.output(problem), draft.final(problem), operands(draft, problem)
@@ -191,7 +191,7 @@ def plan_vjp(problem, device, do, dht, saved=()):
     """The plan of a pullback. `saved` is always empty: plans of calls save nothing."""
     if problem.dtype == DOUBLE:
         return float64.plan_vjp(problem, device, do, dht, saved)
-    if segments.load_slowly([*token_arrays(problem), do], segments.LEAST_PIECE_BACKWARD):
+    if segments.load_slowly([*problem.token_arrays, do], segments.LEAST_PIECE_BACKWARD):
         return aligned_copies.plan_on_copies(problem, lambda copies, *given: plan_vjp(copies, device, *given), do, dht)
     draft = Draft()
     arrays, (do, dht) = operands(draft, problem), draft.cotangents(problem, do, dht)
