@@ -42,8 +42,8 @@
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   BT = 32 tokens, TILE = 64; LD: the distance of rows of a float matrix [BT, BT], so that rows are in different banks
 //   own_lane(): the lane, computed again at each use, which saves a register
-//   place<COLS>(tile, i, c): the address of number c of row i of a tile; LeftReader, RowsReader and StateReader load
-//     operands of tensor cores
+//   place<COLS>(tile, i, c): the address of number c of row i of a tile; LeftReader and StateReader load operands of
+//     tensor cores
 //   Word<T>: two neighbouring numbers, which unpack_pair and put_pair load and store as floats
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p. each_pair(f): calls f(i, c, m, across, down) for the lane's
@@ -56,10 +56,12 @@
 //   state_index: where chunk_states has a chunk's state
 //   blocks_with_room(n): the second launch bound: n blocks a multiprocessor, or fewer if its shared memory holds fewer
 
+// T: the type of arrays; G: that of g and beta.
 template <typename T, typename G> struct Args {
-  StridedRows<const T> q, k, do_, e, w;     // a row of e: padded(V) numbers, then rounding errors of 16-bit ones
-  StridedRows<const G> g, beta;             // of each token a row of one number
-  const T *chunk_states, *state_gradients;  // S and dS: backward_storage.cuh
+  StridedRows<const T> q, k, do_;
+  StridedRows<const T> residual, dresidual;  // e, w. A row of e: padded(V) numbers, then rounding errors of 16-bit ones
+  StridedRows<const G> g, beta;              // of each token a row of one number
+  const T *chunk_states, *state_gradients;   // S and dS: backward_storage.cuh
   StridedRows<T> dq, dk;
   float* parts;                  // null if a head of queries has one head of values
   StridedRows<float> dbeta, dg;  // of each token a row of one number; dg.p is null without gates
@@ -119,7 +121,7 @@ __device__ __forceinline__ void prefetch_columns(const Args<T, G>& args, i64 b, 
   };
   if (tile % TILES * TILE < args.shape.K) prefetch(states + state + i64(column + threadIdx.x % TILE) * TILE);
   if (kind < 4 && (sizeof(T) == 2 || kind != 2) && token < span.stop) {
-    const StridedRows<const T>& rows = kind == 0 ? args.do_ : kind == 3 ? args.w : args.e;
+    const StridedRows<const T>& rows = kind == 0 ? args.do_ : kind == 3 ? args.dresidual : args.residual;
     prefetch(rows.row(b, h, token) + column + (kind == 2 ? padded(args.shape.V) : 0));
   }
 }
@@ -143,13 +145,13 @@ __device__ __forceinline__ void fetch_columns(Shared<T, BK>& s, const Args<T, G>
     }
   copy_chunk<COLUMNS, THREADS>(s.do_, args.do_.row(b, h, span.start) + column, args.do_.token_stride, rows,
                                int(args.shape.V) - column, int(args.bytes));
-  copy_chunk<COLUMNS, THREADS>(s.e, args.e.row(b, h, span.start) + column, args.e.token_stride, rows, padded_columns,
-                               16);
+  copy_chunk<COLUMNS, THREADS>(s.e, args.residual.row(b, h, span.start) + column, args.residual.token_stride, rows,
+                               padded_columns, 16);
   if constexpr (sizeof(T) == 2)
-    copy_chunk<COLUMNS, THREADS>(s.e_error, args.e.row(b, h, span.start) + padded(args.shape.V) + column,
-                                 args.e.token_stride, rows, padded_columns, 16);
-  copy_chunk<COLUMNS, THREADS>(s.w, args.w.row(b, h, span.start) + column, args.w.token_stride, rows, padded_columns,
-                               16);
+    copy_chunk<COLUMNS, THREADS>(s.e_error, args.residual.row(b, h, span.start) + padded(args.shape.V) + column,
+                                 args.residual.token_stride, rows, padded_columns, 16);
+  copy_chunk<COLUMNS, THREADS>(s.w, args.dresidual.row(b, h, span.start) + column, args.dresidual.token_stride, rows,
+                               padded_columns, 16);
   cp_async_commit();
 }
 
@@ -173,6 +175,7 @@ __device__ __forceinline__ void multiply_states(Accumulators& S_do, Accumulators
       for (int m = 0; m < BT / 16; ++m) {
         Word<T> a[4];
         reader.load(a, rows, 16 * m, 16 * c);
+        // The channels of [0] and [1] are the first 8. Not so in AS_STORED order (add_state_dots).
         mma_m16n8k16(sums[m][0], a, {state[0], state[1]}, T{});
         mma_m16n8k16(sums[m][1], a, {state[2], state[3]}, T{});
       }
@@ -214,8 +217,23 @@ struct Task {
   static constexpr int COUNT = 8;
   bool has_pairs;
   int row, key, column;
-  __device__ __forceinline__ explicit Task(int task)
+  __device__ __forceinline__ constexpr explicit Task(int task)
       : has_pairs(task < 6), row(task < 2 ? 0 : 16), key(8 * (task < 2 ? task : task - 2)), column(32 * (task - 6)) {}
+
+  // How many tasks have the pair of tokens (i, j).
+  __device__ static constexpr int having(int i, int j) {
+    int tasks = 0;
+    for (int n = 0; n < COUNT; ++n)
+      tasks += Task(n).has_pairs && Task(n).row == i / 16 * 16 && Task(n).key == j / 8 * 8;
+    return tasks;
+  }
+  // Whether each pair j <= i is in one task.
+  __device__ static constexpr bool have_all_pairs() {
+    for (int i = 0; i < BT; ++i)
+      for (int j = 0; j <= i; ++j)
+        if (having(i, j) != 1) return false;
+    return true;
+  }
 };
 
 // This thread's place in its warp's products: of 8 x 8 numbers it has row g, columns 2t and 2t + 1. channel: the warp's
@@ -380,6 +398,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
     delta_backward_chunks(const Args<T, G> args) {
   constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, TASKS = (Task::COUNT + WARPS - 1) / WARPS;  // TASKS: of a warp
   static_assert(BT == 32, "a lane has a token");
+  static_assert(Task::have_all_pairs() && COLUMNS == 64, "tasks have all pairs, and all columns of S and dS");
   auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
   TokenFactors& factors = s.factors;
   const Shape& shape = args.shape;
@@ -478,7 +497,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
       S_term += s.gate_terms[other][lane], dS_term += s.gate_terms[other][BT + lane];
     }
     dg += sum_of_this_and_higher_lanes(S_term, own_lane()) + sum_of_lower_lanes(dS_term, own_lane());
-    if (lane < rows)
+    if (lane < rows)  // decays past the end are 1, so that the last one is the chunk's
       *args.dg.row(b, h, span.start + lane) =
           fmaf(factors.decay_from_start[BT - 1], s.state_dots[0] + s.state_dots[1], dg);
   }

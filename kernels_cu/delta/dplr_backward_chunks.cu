@@ -46,7 +46,8 @@
 //   blocks_with_room(n): the second launch bound: n blocks a multiprocessor, or fewer if its shared memory holds fewer
 
 template <typename T, typename G> struct Args {
-  StridedRows<const T> q, a, k, b, do_, du, v, u;  // warp n copies the n-th of the first four, and of the last four
+  // residual: u; dresidual: du. Warp n copies argument n, by Token, and argument 4 + n, by Value.
+  StridedRows<const T> q, a, k, b, do_, dresidual, v, residual;
   StridedRows<const G> g;
   const T *chunk_states, *state_gradients;  // S and dS: each a direction of backward_storage.cuh
   StridedRows<T> dq, dk, da, db;
@@ -56,8 +57,8 @@ template <typename T, typename G> struct Args {
   i64 bytes;  // 16, 8, 4 or 2: all rows of inputs and do start on multiples of it, and are multiples long
 };
 
-// The order of arguments q to b, and do to u, and of s.tokens, s.values and s.terms: Token n belongs to Value n. Rows
-// (q, a) read the state: scale do and du are the gradients of what they read. Columns (k, b) write v and u to it.
+// The orders of arguments, of s.tokens, s.values and s.terms: Token n belongs to Value n. Rows (q, a) read the state:
+// scale do and du are the gradients of what they read. Columns (k, b) write v and u to it.
 enum Token { Q_ROW, A_ROW, K_COLUMN, B_COLUMN };
 enum Value { DO, DU, V_, U };
 
@@ -93,6 +94,7 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
   fetch_states(s, args.chunk_states, args.state_gradients, args.shape, tile, column);
   const StridedRows<const T>& rows = (&args.do_)[warp];
+  static_assert(DU % 2 && U % 2 && DO % 2 == 0 && V_ % 2 == 0);
   const bool is_padded = warp % 2;  // rows of du and u have V columns padded with zeros to a multiple of 64
   fetch_rows(s.values[warp], rows.row(tile.b, tile.h, tile.span.start) + column, rows.token_stride, tile.rows,
              (is_padded ? padded(V) : V) - column, is_padded ? 16 : int(args.bytes));
@@ -124,9 +126,9 @@ template <typename T> __device__ __forceinline__ void multiply_values(float (&d)
   }
 }
 
-// Stores the products d (multiply_values) times `factor`; warp 0 has qk, 1 qb, 2 ak, 3 ab. store_pairs_of_blocks puts
-// those of two blocks of 8 tokens in s.pairs_across, and calls the lambda for those within a block: (i, j) and (i, j +
-// 1) of its tokens.
+// Stores the products d (multiply_values) times `factor`; warp 0 has qk, 1 qb, 2 ak, 3 ab: the orders of `pairs` and
+// of pairs_across. store_pairs_of_blocks puts those of two blocks in s.pairs_across, and calls the lambda for those
+// within a block: (i, j) and (i, j + 1) of its tokens.
 template <typename T, typename G>
 __device__ __forceinline__ void store_pairs(Shared<T, G>& s, const float (&d)[6][4], float factor) {
   // `opaque` hides where the number comes from: addresses are computed here, and take no registers before.
@@ -182,8 +184,11 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
 
   const int warp = threadIdx.x >> 5;
   using Arguments = Args<T, G>;
-  static_assert(OFFSET_OF(Arguments, b) == 3 * sizeof args.q, "q, a, k and b follow each other");
-  static_assert(OFFSET_OF(Arguments, u) == 7 * sizeof args.q, "and then do, du, v and u");
+  constexpr int ROWS = sizeof args.q;
+  static_assert(OFFSET_OF(Arguments, q) == Q_ROW * ROWS && OFFSET_OF(Arguments, a) == A_ROW * ROWS &&
+                OFFSET_OF(Arguments, k) == K_COLUMN * ROWS && OFFSET_OF(Arguments, b) == B_COLUMN * ROWS);
+  static_assert(OFFSET_OF(Arguments, do_) == (4 + DO) * ROWS && OFFSET_OF(Arguments, dresidual) == (4 + DU) * ROWS &&
+                OFFSET_OF(Arguments, v) == (4 + V_) * ROWS && OFFSET_OF(Arguments, residual) == (4 + U) * ROWS);
   fetch_columns(s, args, tile, 0);
   const auto& x = (&args.q)[warp];
   fetch_rows(s.tokens[warp], x.row(tile.b, tile.h, tile.span.start) + tile.first, x.token_stride, tile.rows,
@@ -199,6 +204,7 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   each_columns(
       shape.V, [&](int column) { fetch_columns(s, args, tile, column); },
       [&] {
+        static_assert(DU == DO + 1 && U == V_ + 1);
         multiply_values(pairs, s.values[DO + warp / 2], s.values[V_ + warp % 2]);
         multiply_states<T>(terms, diagonals, s);
       });

@@ -53,11 +53,12 @@
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 template <typename T, typename G> struct Args {
-  StridedRows<const T> q, k, do_, w, e;     // a row of e: numbers, then rounding errors of 16-bit ones
-  StridedRows<const G> g, beta;             // a token's beta is a row of one number
-  const T *chunk_states, *state_gradients;  // S and dS: each a direction of backward_storage.cuh
-  float* parts;                             // null if dq and dk are stored
-  StridedRows<T> dq, dk;                    // null if parts are stored
+  StridedRows<const T> q, k, do_;
+  StridedRows<const T> dresidual, residual;  // w, e. A row of e: padded(V) numbers, then rounding errors of 16-bit ones
+  StridedRows<const G> g, beta;              // a token's beta is a row of one number
+  const T *chunk_states, *state_gradients;   // S and dS: each a direction of backward_storage.cuh
+  float* parts;                              // null if dq and dk are stored
+  StridedRows<T> dq, dk;                     // null if parts are stored
   StridedRows<G> dg;
   StridedRows<float> dbeta;
   Shape shape;  // H: heads of values
@@ -110,7 +111,7 @@ __device__ __forceinline__ void fetch_columns(Shared<T, G>& s, const Args<T, G>&
                                               int column) {
   const int warp = threadIdx.x >> 5, V = int(args.shape.V);
   fetch_states(s, args.chunk_states, args.state_gradients, args.shape, tile, column);
-  const StridedRows<const T>& rows = warp == DO ? args.do_ : warp == W ? args.w : args.e;
+  const StridedRows<const T>& rows = warp == DO ? args.do_ : warp == W ? args.dresidual : args.residual;
   if (warp < E + Matrix<T>::NUMBERS)
     fetch_rows(s.values[warp], rows.row(tile.b, tile.h, tile.span.start) + (warp == E_ERROR ? padded(V) : 0) + column,
                rows.token_stride, tile.rows, (warp == DO ? V : padded(V)) - column, warp == DO ? int(args.bytes) : 16);

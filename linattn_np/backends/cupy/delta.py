@@ -11,7 +11,7 @@ keys.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -47,6 +47,7 @@ from .delta_segments import (
     gate_dtype,
     instance_of,
     launch_by_token,
+    launch_reading,
     rows_of,
     rule_of,
     shape_of_F,
@@ -246,7 +247,7 @@ class SmallHeads(Way):
         inputs, o, final = Inputs(draft, problem), draft.output(problem), draft.final(problem)
         shape = draft.shape(problem, spans=cut.spans(1))
         read = inputs.arrays | inputs.common_args(shape, o) | {"initial": draft.initial(problem)}
-        cut.launch(draft, read, {"o": o, "final": final})
+        cut.launch(draft, read, o=o, final=final)
         return draft.plan(draft.results(problem, o, final), mode="recurrent", tiles=cut.kernel.tiles | cut.tiles)
 
 
@@ -298,11 +299,10 @@ class InChunks(Way):
 
 def launch_prepare(draft, cut, shape, inputs, arrays, prepared):
     """Launches the kernel that prepares chunks for walks. `arrays`: the inputs of the heads of `shape`."""
-    names = cut.prepare.names - {"prepared", "w_scale"}
-    args = {name: x for name, x in (arrays | inputs.common_args(shape)).items() if name in names}
     # a factor of the prepared W, where o = scale (W S + B v): the walk of a call without gradients multiplies o itself
     w_scale = inputs.problem.scale if cut.prepare.gradient else 1.0
-    draft.launch(cut.prepare, shape.all_chunks, **args, w_scale=w_scale, prepared=prepared)
+    read = arrays | inputs.common_args(shape)
+    launch_reading(draft, cut.prepare, shape.all_chunks, read, w_scale=w_scale, prepared=prepared)
 
 
 FORWARD_WAYS = (SmallHeads, ScalarOnHopper, InChunks, TokenByToken)
@@ -333,7 +333,7 @@ def saved(problem, device) -> tuple[tuple, ...]:
 
 
 def kept_arrays(problem, cut) -> dict[str, tuple]:
-    """(shape, dtype) of what `saved` describes, by the argument of the walks."""
+    """(shape, dtype) of what `saved` describes, in its order, by the argument of the walks."""
     (B, H, T, K, V, N), walk, P = problem.shape("B H T K V N"), cut.walk, cut.segments
     chunks, columns = int(problem.spans.chunk_bounds(walk.CHUNK)[-1]), walk.padded_columns(V)
     return {
@@ -409,21 +409,19 @@ class Gradients(Way):
         return self.inputs.group > 1
 
     def launch_last(self, first, heads, args, launch):
-        """Launches the last kernel by `launch`, a function of its arguments by name, and then the sums and casts of
-        what it writes. `args`: its other arguments, to which this adds the results."""
+        """Launches the last kernel by `launch`, a function of `args` and of the results that this adds to them, and
+        then the sums and casts of what it writes."""
         draft, inputs, (B, T, K) = self.draft, self.inputs, self.problem.shape("B T K")
-        parts = draft.empty((2, B, heads, T, K), FLOAT32) if self.has_parts else None
+        parts = {"parts": draft.empty((2, B, heads, T, K), FLOAT32)} if self.has_parts else {}
         gradients = {name: inputs.part_of(name, x, first, heads) for name, x in self.gradients.items() if name != "v"}
         written = {}
         for name, x in gradients.items():
             dtype = self.dtype_of_scalars if x.ndim == 3 else inputs.gate if name == "g" else x.dtype
             written[name] = x if x.dtype == dtype else draft.empty(x.shape, dtype)
-        launch(
-            args | {f"d{name}": x if x.ndim == 4 else x[..., None] for name, x in written.items()} | {"parts": parts}
-        )
+        launch(**args, **parts, **{f"d{name}": x if x.ndim == 4 else x[..., None] for name, x in written.items()})
         for part, name in enumerate("qk" if self.has_parts else ""):
             x = inputs.part_of(name, inputs.arrays[name], first, heads)
-            sum_parts(draft, parts[part][None], gradients[name], x if inputs.normalized else None)
+            sum_parts(draft, parts["parts"][part][None], gradients[name], x if inputs.normalized else None)
         for name, x in gradients.items():
             if written[name] is not x:
                 draft.copy(written[name], x)
@@ -460,8 +458,7 @@ class SmallGradients(Gradients):
         rows = self.do, *(x for x in self.gradients.values() if x.ndim == 4)
         read = arrays | inputs.common_args(shape, *rows) | {"do_": do} | states
         step_states = draft.empty((shape.B, shape.NC, heads, kernel.D**2), FLOAT32)
-        written = {"dv": dv, "step_states": step_states}
-        self.launch_last(first, heads, written, lambda written: cut.launch(draft, read, written))
+        self.launch_last(first, heads, {"dv": dv, "step_states": step_states}, partial(cut.launch, draft, read))
 
 
 class GradientsByToken(Gradients):
@@ -555,12 +552,13 @@ class GradientsInChunks(Gradients):
         read = {"do_": do} | {name: args[name] for name in ("scale", "bytes")}
         written = {"dresidual": dresidual, "dv": dv}
         if self.saved:
-            prepared, chunk_states, residual, *F = self.saved
+            kept = dict(zip(kept_arrays(problem, self.cut), self.saved, strict=True))
+            chunk_states, residual, F = kept["chunk_states"], kept["residual"], kept.get("F")
             state_gradients = draft.empty(chunk_states.shape, problem.dtype)
             del states["initial"]  # the walk backwards in time reads the saved states
             written |= {"state_gradients": state_gradients}
-            read, backwards = read | {"prepared": prepared}, self.cut.walk_of("ONLY_BACKWARDS")
-            self.cut.launch_walk(draft, shape, read, states, written, backwards, *F)
+            read, backwards = read | {"prepared": kept["prepared"]}, self.cut.walk_of("ONLY_BACKWARDS")
+            self.cut.launch_walk(draft, shape, read, states, written, backwards, F)
         else:
             prepared = draft.empty((shape.all_chunks * walk.prepared_bytes,), BYTES)
             chunk_states, state_gradients = draft.empty((2, B, heads, shape.NC, walk.BK, columns), problem.dtype)
@@ -569,15 +567,10 @@ class GradientsInChunks(Gradients):
             read |= {"v": arrays["v"], "prepared": prepared}
             written |= {"chunk_states": chunk_states, "state_gradients": state_gradients, "residual": residual}
             self.cut.launch_walk(draft, shape, read, states, written)
-        args |= arrays | {"chunk_states": chunk_states, "state_gradients": state_gradients, "do_": do}
-        names_of_residuals = ("u", "du") if inputs.rule == DPLR else ("e", "w")  # those of the last kernel
-        args |= dict(zip(names_of_residuals, (residual, dresidual)))
-
-        def launch(args):
-            blocks, names = self.kernel.blocks(B * heads * shape.NC, K), self.kernel.names
-            draft.launch(self.kernel, blocks, **{name: x for name, x in args.items() if name in names})
-
-        self.launch_last(first, heads, args, launch)
+        blocks = self.kernel.blocks(B * heads * shape.NC, K)
+        launch = partial(launch_reading, draft, self.kernel, blocks, args | arrays | {"do_": do})
+        states_of_chunks = {"chunk_states": chunk_states, "state_gradients": state_gradients}
+        self.launch_last(first, heads, states_of_chunks | {"residual": residual, "dresidual": dresidual}, launch)
 
 
 GRADIENT_WAYS = (SmallGradients, ScalarGradientsOnHopper, GradientsInChunks, GradientsByToken)  # the fastest first

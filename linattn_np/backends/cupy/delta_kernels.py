@@ -211,13 +211,13 @@ class DeltaBackwardStates(Walk):
 
 class DeltaBackwardChunks(ChunkKernel):
     """dq, dk, dbeta and dg of each chunk, from what `DeltaBackwardStates` wrote, if the channels of a token share a
-    gate. `e` and `w` are its `residual` and `dresidual`. If heads of values share a head of keys, the kernel writes the
-    term of each head of values to `parts` in place of dq and dk."""
+    gate. If heads of values share a head of keys, the kernel writes the term of each head of values to `parts` in place
+    of dq and dk."""
 
     file = "delta/backward_chunks"
     arguments = members(
-        "strided q k do_ e w g beta, pointers chunk_states state_gradients, strided dq dk, pointers? parts, strided "
-        "dbeta, strided? dg, shape, int64s group, float64s scale, int64s normalized bytes"
+        "strided q k do_ residual dresidual g beta, pointers chunk_states state_gradients, strided dq dk, "
+        "pointers? parts, strided dbeta, strided? dg, shape, int64s group, float64s scale, int64s normalized bytes"
     )
     shared_memory = ("Shared<{dtype}, {BK}>",)
     constants: ClassVar[tuple] = (("COLUMNS", "COLUMNS"),)
@@ -245,13 +245,12 @@ class DeltaBackwardChunks(ChunkKernel):
 
 
 class DplrBackwardChunks(ChunkKernel):
-    """`DeltaBackwardChunks` for RWKV-7: dq, dk, da, db and dg of each chunk, TILE channels per block. `u` and `du` are
-    the `residual` and `dresidual` of `DeltaBackwardStates`."""
+    """`DeltaBackwardChunks` for RWKV-7: dq, dk, da, db and dg of each chunk, TILE channels per block."""
 
     file = "delta/dplr_backward_chunks"
     arguments = members(
-        "strided q a k b do_ du v u g, pointers chunk_states state_gradients, strided dq dk da db dg, shape, "
-        "float64s scale, int64s bytes"
+        "strided q a k b do_ dresidual v residual g, pointers chunk_states state_gradients, strided dq dk da db dg, "
+        "shape, float64s scale, int64s bytes"
     )
     shared_memory = ("Shared<{dtype}, {gate}>",)
     constants: ClassVar[tuple] = (("TILE", "TILE"),)
@@ -275,9 +274,8 @@ class KdaBackwardChunks(DplrBackwardChunks):
 
     file = "delta/kda_backward_chunks"
     arguments = members(
-        "strided q k do_ w e g beta, pointers chunk_states state_gradients, pointers? parts, strided? dq dk, "
-        "strided dg dbeta, shape, "
-        "int64s group, float64s scale, int64s normalized bytes"
+        "strided q k do_ dresidual residual g beta, pointers chunk_states state_gradients, pointers? parts, "
+        "strided? dq dk, strided dg dbeta, shape, int64s group, float64s scale, int64s normalized bytes"
     )
 
 

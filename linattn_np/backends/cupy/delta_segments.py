@@ -28,6 +28,7 @@ from .delta_kernels import (
     DeltaDplrPrepare,
     DeltaJoinSegments,
     DeltaPrepare,
+    DeltaRecurrentBackward,
     DeltaRecurrentForward,
     DeltaScan,
     DeltaSmallBackward,
@@ -356,32 +357,37 @@ class CutOfSmallHeads(SegmentCut):
             time += walk_time(self.backward, self.SUMMARY_TIMES, segments) + self.GRADIENTS_TIME
         return time
 
-    def launch(self, draft, read, written):
+    def launch(self, draft, read, **written):
         """Launches the walk; and before it, if sequences are cut, what computes the states, and their gradients, from
         which segments start. read, written: arguments of the walk by name."""
         shape, starts = read["shape"], None
         states, read = shape.B * shape.row_sequences * shape.H, read | {"P": self.segments}
 
-        def launch(kernel, states, **written):
-            arguments = {name: x for name, x in (read | written).items() if name in kernel.names}
-            draft.launch(kernel, ceil_div(states, kernel.heads), **arguments)
+        def launch(kernel, states, read, **others):
+            launch_reading(draft, kernel, ceil_div(states, kernel.heads), read, starts=starts, **others)
 
         if self.segments > 1:
             F, starts = memory_of_segments(draft, shape, 1 + self.gradient, FLOAT32)
-            launch(self.forward, 2 * states, starts=starts, F=F)
+            launch(self.forward, 2 * states, read, F=F)
             if self.gradient:
-                without_outputs = {"dh0": None, "starts": starts}
-                launch(replace(self.backward, outputs=False), states, **without_outputs)
+                launch(replace(self.backward, outputs=False), states, read | {"dh0": None})
             join_segments(draft, F, starts, self.segments)
-        launch(self.kernel, states, starts=starts, **written)
+        launch(self.kernel, states, read, **written)
 
 
 def launch_by_token(draft, kernel, read, more_columns=0, **written):
-    """Launches a kernel that goes token by token, for the columns of V and so many `more_columns`, those of F.
+    """Launches a kernel that goes token by token, for the columns of V and so many `more_columns`, those of F. read,
+    written: as in `launch_reading`."""
+    shape, tiles_of_block = read["shape"], read["tiles"] if "tiles" in kernel.names else 1
+    tiles = ceil_div(shape.V, kernel.BV * tiles_of_block) + ceil_div(more_columns, kernel.BV)
+    launch_reading(draft, kernel, shape.B * shape.row_sequences * shape.H * tiles, read, **written)
 
-    `read`: arguments by name that the kernels of a call read; the kernel gets those of them that it has.
-    """
-    shape = read["shape"]
-    arguments = {name: x for name, x in read.items() if name in kernel.names} | written
-    tiles = ceil_div(shape.V, kernel.BV * arguments.get("tiles", 1)) + ceil_div(more_columns, kernel.BV)
-    draft.launch(kernel, shape.B * shape.row_sequences * shape.H * tiles, **arguments)
+
+READ = {member.name for member in DeltaRecurrentBackward.arguments}  # the names that `launch_reading` knows
+
+
+def launch_reading(draft, kernel, blocks, read, **others):
+    """Launches a kernel with those of `read` that it has: arguments by name that some kernels of a call read. It must
+    have all of the `others`."""
+    assert read.keys() <= READ, read.keys() - READ
+    draft.launch(kernel, blocks, **{name: x for name, x in read.items() if name in kernel.names}, **others)
