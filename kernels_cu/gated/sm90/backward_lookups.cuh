@@ -47,6 +47,7 @@ __device__ __forceinline__ uint4 computed_entry(Lookup what) {
 // The functions of GateCounts (decays.cuh) that backward_keys.cu calls, from looked-up values. middle: FROM_MIDDLE.
 template <class ReadOrder, typename G> struct LookedUpCounts {
   using Order = ReadOrder;
+  using Gates = LaneGates<G, SECOND_NEGATED>;
   uint4 middle;
   u32 read, written;
 

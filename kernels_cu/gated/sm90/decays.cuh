@@ -185,6 +185,7 @@ static_assert(counts_once<7>(GateFormat<float>{}, 2.f));
 constexpr u32 SIGNS = 0x80008000u;
 constexpr bool SECOND_NEGATED = true, CLAMPED = true, UNCLAMPED = false;
 template <typename G, bool SECOND_NEGATED = false> struct LaneGates {
+  using Type = typename GateFormat<G>::Type;  // of the numbers in operands
   Operand x;
 
   template <bool CLAMPED = false> __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int offset) {
@@ -203,6 +204,7 @@ template <typename G, bool SECOND_NEGATED = false> struct LaneGates {
   }
 };
 template <bool SECOND_NEGATED> struct LaneGates<float, SECOND_NEGATED> {
+  using Type = GateFormat<float>::Type;
   LaneChunk x;
 
   template <bool CLAMPED = false> __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int offset) {
@@ -227,6 +229,7 @@ template <bool SECOND_NEGATED> struct LaneGates<float, SECOND_NEGATED> {
 // use computes its operand from masks, since registers are scarce.
 template <class ReadOrder, typename G, bool SECOND_NEGATED = false> struct GateCounts {
   using Order = ReadOrder;
+  using Gates = LaneGates<G, SECOND_NEGATED>;  // the gates that these operands count
   // Masks for this lane's two gates. written: gates up to i; read: gates up to the state that query i reads (RWKV-6: up
   // to i - 1); early: gates before the middle, which count -1 times. For mask = written or read, mask ^ early are the
   // gates between the middle and the token.
@@ -294,17 +297,17 @@ __device__ __forceinline__ void exponentiate_sums(LaneChunk& to, const LaneGates
   });
 }
 
-// Set `to` to the decays of queries from the start of their sub-chunk, or to those of keys to its end.
-template <class GateCounts, typename G, bool SECOND_NEGATED>
-__device__ __forceinline__ void decays_from_start(LaneChunk& to, const LaneGates<G, SECOND_NEGATED>& g,
-                                                  const GateCounts& counts) {
+// Set `to` to the decays of queries from the start of their sub-chunk, or to those of keys to its end. Counts:
+// GateCounts, or the same looked up (backward_lookups.cuh), of these gates' type.
+template <class Counts>
+__device__ __forceinline__ void decays_from_start(LaneChunk& to, const typename Counts::Gates& g,
+                                                  const Counts& counts) {
   u32 b[2];
   counts.from_start(b);
   exponentiate_sums(to, g, b);
 }
-template <class GateCounts, typename G, bool SECOND_NEGATED>
-__device__ __forceinline__ void decays_to_end(LaneChunk& to, const LaneGates<G, SECOND_NEGATED>& g,
-                                              const GateCounts& counts) {
+template <class Counts>
+__device__ __forceinline__ void decays_to_end(LaneChunk& to, const typename Counts::Gates& g, const Counts& counts) {
   u32 b[2];
   counts.to_end(b);
   exponentiate_sums(to, g, b);
@@ -353,19 +356,18 @@ template <bool AS_MULTIPLIED> __device__ __forceinline__ float operand_value(flo
 // Sets `queries` and `keys` to their factors in sub-chunk n: e^(the sum of gates from the middle to the state that
 // query i reads), and e^-(the sum from the middle through the key's own gate). LOADED_CLAMPED: `gates` were loaded with
 // CLAMPED; such gates serve for this function only.
-template <bool LOADED_CLAMPED = false, class GateCounts, typename G, bool SECOND_NEGATED>
+template <bool LOADED_CLAMPED = false, class Counts>
 __device__ __forceinline__ void decays_from_middle(LaneSubChunk& queries, LaneSubChunk& keys,
-                                                   const LaneGates<G, SECOND_NEGATED>& gates, const GateCounts& counts,
-                                                   int n) {
-  constexpr bool READS_BEFORE_WRITE = GateCounts::Order::reads_before_write;
+                                                   const typename Counts::Gates& gates, const Counts& counts, int n) {
+  constexpr bool READS_BEFORE_WRITE = Counts::Order::reads_before_write;
   u32 a[4], b[2];
   LaneSubChunk read = {}, minus_written = {};
   gates.template operand<!LOADED_CLAMPED>(a, n);
   counts.read_from_middle(b);
-  mma_m16n8k16(read, a, b, typename GateFormat<G>::Type{});
+  mma_m16n8k16(read, a, b, typename Counts::Gates::Type{});
   if (READS_BEFORE_WRITE) {
     counts.written_to_middle(b);
-    mma_m16n8k16(minus_written, a, b, typename GateFormat<G>::Type{});
+    mma_m16n8k16(minus_written, a, b, typename Counts::Gates::Type{});
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
