@@ -6,7 +6,7 @@
 // A tile of queries (or of keys) that a block computes, and the tiles of keys (or of queries: the *other side*) for it.
 // How many tokens a tile has is a constant of each kernel. The host makes a table of them, balanced over the blocks; an
 // entry with `tiles` of 0 ends a block's list. WORK in backends/cupy/softmax_tiles.py has the same members in the same
-// order, which no compiler compares.
+// order: compilers compare their number alone.
 struct alignas(16) Work {
   i32 batch, head;
   i32 start, tokens;              // the tile's first token in its arrays, and its number of tokens

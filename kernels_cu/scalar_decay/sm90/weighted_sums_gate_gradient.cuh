@@ -29,13 +29,19 @@
 
 // ---- a warp that sums dg --------------------------------------------------------------------------------------------
 
+// Where a consumer warp's sums of partner . o are, of tokens 2 lane and 2 lane + 1: in row `lane` of the partner's
+// place, in the warp's own 16 of the 64 columns of its panel, which no other warp reads or writes.
+__device__ __forceinline__ float2& dots_at(bf16 (&panel)[CHUNK][64], int lane, int warp) {
+  return *reinterpret_cast<float2*>(swizzled(panel[0], lane, 2 * (warp % 4)));
+}
+
 // Returns partner_i . o_i of the chunk's tokens i = 2 lane and 2 lane + 1 over the block's columns: the sum of what
-// each consumer warp's store_dot_products has stored in the partner's place.
+// each consumer warp's store_dot_products has stored.
 template <int PANELS> __device__ __forceinline__ float2 partner_dots(bf16 (&partner)[PANELS][CHUNK][64], int lane) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
   for (int warp = 0; warp < 4 * PANELS; ++warp) {
-    const float2 dots = *reinterpret_cast<const float2*>(swizzled(partner[warp / 4][0], lane, 2 * (warp % 4)));
+    const float2 dots = dots_at(partner[warp / 4], lane, warp);
     sum.x += dots.x, sum.y += dots.y;
   }
   return sum;
@@ -61,9 +67,13 @@ __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<
   }
 }
 
-// The uint4s of 16 columns [BK] of a stored state, and of a slot of `stretch_states`, which has room for BK columns.
-template <int BK> constexpr int TILE_PIECES = BK / 16 * 32;
+// A lane's part of a stored state [BK, 16 columns]: the operands of each_operand, one after the other.
+template <int BK> using StretchState = uint4[BK / 16];
+// The uint4s of 16 columns of a stored state, and of a slot of `stretch_states`: BK columns, of which the first V
+// count.
+template <int BK> constexpr int TILE_PIECES = 32 * sizeof(StretchState<BK>) / sizeof(uint4);
 template <int BK> constexpr int STATE_PIECES = BK / 16 * TILE_PIECES<BK>;
+static_assert(STATE_PIECES<128> * sizeof(uint4) == 128 * 128 * sizeof(bf16), "arrays_for_gate in scalar_decay.py");
 
 // The address in `stretch_states` of the state of the stretch that `token`, counted from the sequence's start, is in: S
 // before the stretch's last chunk.
@@ -81,7 +91,7 @@ __device__ __forceinline__ uint4* stretch_state(const Args& args, const WorkTile
 
 // GatedKeys: writes dg or, if dk has several tiles of BV columns, the part of this block's tile `tile`, of `tiles`.
 // Chunks come backward in time. The sum over the later tokens of a stretch is carried from chunk to chunk. A lane has
-// the chunk's tokens 2 lane, its first, and 2 lane + 1, its second. `token`: its first one, in the batch row.
+// the chunk's tokens 2 lane, its first, and 2 lane + 1, its second. first_in_row: its first one, in the batch row.
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& work,
                                               int tile, int tiles) {
@@ -89,9 +99,9 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   const int lane = threadIdx.x & 31, T = int(args.shape.T);
   const int query_tiles = tile ? 0 : int(args.dq_tiles);  // tile 0 alone adds q . dq
   int chunk_start = first_token_of(0, work, BACKWARDS);   // the chunk's first token
-  const i64 head = i64(work.batch) * args.shape.H + work.head, token = work.start + chunk_start + 2 * lane;
-  const float* from = args.token_sums + head * args.dq_tiles * T + token;
-  i64 to = (head * T + token) * tiles + tile;
+  const i64 head = i64(work.batch) * args.shape.H + work.head, first_in_row = work.start + chunk_start + 2 * lane;
+  const float* from = args.token_sums + head * args.dq_tiles * T + first_in_row;
+  i64 to = (head * T + first_in_row) * tiles + tile;
   // Stores dg, or, if dk has several tiles, the part of this one.
   const auto store = [&](i64 index, float x) {
     if (tiles == 1) static_cast<G*>(args.dg)[index] = from_float<G>(x);
@@ -99,7 +109,8 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   };
   float later_chunks = 0.f;                         // the sum over the stretch's chunks after this one
   float first_dots[BK / 64], second_dots[BK / 64];  // q . dq of the lane's tokens, by tile of dq
-  // Loads token_sums of the chunk from `start` on, unless it is below 0, of query_tiles tiles. `from` goes back.
+  // Loads token_sums of the chunk from `start` on, unless it is below 0, of query_tiles tiles. Each call takes the
+  // chunk before that of the last call: `from` goes back.
   const auto load = [&](int start) {
 #pragma unroll
     for (int dq_tile = 0; dq_tile < BK / 64; ++dq_tile) {
@@ -116,7 +127,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
     // as long as a chunk.
     if (lane == 0 && ends_stretch(chunk_start, work) && chunk_start >= STRETCH)
       prefetch_l2(stretch_state<BK>(args, work, chunk_start - STRETCH) + tile * (BV / 16) * TILE_PIECES<BK>,
-                  BV * BK * sizeof(bf16));
+                  BV / 16 * TILE_PIECES<BK> * sizeof(uint4));
     const bool has_first = chunk_start + 2 * lane < work.tokens, has_second = chunk_start + 2 * lane + 1 < work.tokens;
     mbarrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
     const float2 key_dots = partner_dots(s.stages[iteration % STAGES].partner, lane);
@@ -155,10 +166,6 @@ template <int BK, class F> __device__ __forceinline__ void each_operand(const fl
     f(step, rounded);
   }
 }
-
-// A lane's part of the bfloat16 state [BK, the warp's 16 columns] that GatedQueries stores for each stretch: the
-// operands of each_operand, one after the other.
-template <int BK> using StretchState = uint4[BK / 16];
 
 // This lane's share of <S, stored>, the sum of elementwise products over the warp's columns: the trace of S^T stored.
 // Tensor cores compute this product with fewer instructions, though only its diagonal is used.
@@ -204,7 +211,7 @@ __device__ __forceinline__ void store_dot_products(bf16 (&partner)[CHUNK][64], c
       exchange_and_add_halves<2>(x, 4, g & 1);
   if (lane == 31) x[1] += last_token_term;
   __syncwarp();  // all lanes have read the partner, whose place the sums take
-  *reinterpret_cast<float2*>(swizzled(partner[0], lane, thread / 32 % 4 * 2)) = {x[0], x[1]};
+  dots_at(partner, lane, thread / 32) = {x[0], x[1]};
 }
 
 // o_i += A_ii v_i for each token, where self_scores[i] is A_ii as the sum of two bfloat16 numbers: products of v with

@@ -19,7 +19,8 @@
 //           product to the next in registers
 // limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128; CAPPED: softcap > 0. `statistics`
 //           are there: from backward_queries.cu, or statistics.cu if ds is stored
-// order     Statements that neither data nor a comment bind to a place stand where the kernel is fastest
+// order     Statements that neither data nor a comment bind to a place stand where the kernel is fastest: measure it
+//           after a change of their order
 // tests     test_softmax_attention; its backend `hopper` computes a product only when it is waited for, and lets the
 //           producer go on as soon as a barrier does: a wait or a release in a wrong place changes results.
 //           test_compile: no spills, no product that the assembler serialises, no write to a running product's operand
@@ -95,7 +96,7 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
     // So far ds_index + c is the entry of chunk c of `statistics`, within a head. From here on ds_index + t is the
     // entry in all of args.ds of query tile t of the sequence, for the first head that shares the keys; the same tile
     // of the next head is args.ds_entries further on (store_ds). Without args.ds nobody reads it. All entries are at
-    // most 4 GiB (MOST_DS_BYTES in softmax_tiles.py), 2^18, for which an int32 is enough.
+    // most 4 GiB: softmax_tiles.py asserts that an int32 is enough (MOST_DS_BYTES).
     work.ds_index += i32(first_head * args.ds_entries) + work.statistics_chunk;
     mbarrier_wait(s.empty[kv.stage], kv.parity ^ 1);
     fence_proxy_async();  // consumers' accesses to k and v, which `empty` waits for, precede the copies
@@ -106,21 +107,22 @@ template <typename T, int D> __device__ __forceinline__ void produce(Shared<T, D
     start_tile_copy<BOX_TOKENS>(s.v[kv.stage], args.v, s.full[kv.stage], work.start, work.head, work.batch);
     kv.next();
 #pragma unroll 1
-    for (int head = work.head * int(args.group), last = head + int(args.group); head < last; ++head) {  // of queries
-      const i64 chunk = (i64(work.batch) * args.H + head) * args.chunks + work.statistics_chunk;
+    for (int query_head = work.head * int(args.group), last = query_head + int(args.group); query_head < last;
+         ++query_head) {
+      const i64 chunk = (i64(work.batch) * args.H + query_head) * args.chunks + work.statistics_chunk;
 #pragma unroll 1
       for (int tile = work.first_tile; tile < work.first_tile + work.tiles; ++tile) {
         const int token = work.other_start + tile * QUERIES;
         mbarrier_wait(s.q_empty[q.stage], q.parity ^ 1);
         fence_proxy_async();  // the same for the statistics, which consumers read by ordinary loads
         mbarrier_arrive_and_expect(s.q_full[q.stage], sizeof s.q[0] + sizeof s.statistics[0]);
-        start_tile_copy<BOX_TOKENS>(s.q[q.stage], args.q, s.q_full[q.stage], token, head, work.batch);
+        start_tile_copy<BOX_TOKENS>(s.q[q.stage], args.q, s.q_full[q.stage], token, query_head, work.batch);
         copy_bulk(s.statistics[q.stage], args.statistics + (chunk + tile) * CHUNK_STATISTICS, sizeof s.statistics[0],
                   s.q_full[q.stage]);
         // No fence here: only wgmma reads do, and zero_rows fences its own writes.
         mbarrier_wait(s.do_empty[q.stage], q.parity ^ 1);
         mbarrier_arrive_and_expect(s.do_full[q.stage], sizeof s.do_[0]);
-        start_tile_copy<BOX_TOKENS>(s.do_[q.stage], args.do_, s.do_full[q.stage], token, head, work.batch);
+        start_tile_copy<BOX_TOKENS>(s.do_[q.stage], args.do_, s.do_full[q.stage], token, query_head, work.batch);
         q.next();
       }
     }
@@ -220,8 +222,8 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const Args<T>& args) {
   };
   auto store_ds = [&] {  // if args.ds is given
     if (!args.ds) return;
-    const int head = int(args.group) - heads_left;  // among those that share the keys
-    const int entry = s.works[kv.stage].ds_index + head * int(args.ds_entries) + end - tiles_left;
+    const int head_of_group = int(args.group) - heads_left;  // among those that share the keys
+    const int entry = s.works[kv.stage].ds_index + head_of_group * int(args.ds_entries) + end - tiles_left;
     ScoreGradients& to = args.ds[entry][warpgroup];
 #pragma unroll
     for (int n = 0; n < QUERIES / 16; ++n) store_evict_first(to.of_warp[threadIdx.x / 32 % 4][n][lane], ds[n]);

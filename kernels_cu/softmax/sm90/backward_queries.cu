@@ -20,7 +20,8 @@
 // source    Dao et al., "FlashAttention", 2022, algorithm 4, with the loop over queries outside, so that dq is summed
 //           in registers
 // limits    sm_90a; 16-bit data; rows of whole 16 bytes; K, V <= D; D of 64, 128; CAPPED: softcap > 0
-// order     Statements that neither data nor a comment bind to a place stand where the kernel is fastest
+// order     Statements that neither data nor a comment bind to a place stand where the kernel is fastest: measure it
+//           after a change of their order
 // tests     test_softmax_attention; its backend `hopper` computes a product only when it is waited for, and lets the
 //           producer go on as soon as a barrier does: a wait or a release in a wrong place changes results.
 //           test_compile: no spills, no product that the assembler serialises, no write to a running product's operand

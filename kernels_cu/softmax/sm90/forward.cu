@@ -11,15 +11,17 @@
 //           each 64 queries of the tile; in one more warpgroup a single thread, the producer, copies
 // smem      Shared: rings of q (later o), k and v tiles, and the Work of each tile in the ring of q
 // barriers  q_full, k_full, v_full: a tile has arrived; k_empty, v_empty: all consuming warps have read it; q_empty: o,
-//           which has overwritten q, has been stored. Named: ZERO_ROWS_BARRIER (1) + warpgroup, in zero_rows: zeros are
-//           written; FIRST_TURN_BARRIER (4) + warpgroup: its turn to issue products
+//           which has overwritten q, has been stored, and the stage's Work is no longer read. Named: ZERO_ROWS_BARRIER
+//           (1) + warpgroup, in zero_rows: zeros are written; FIRST_TURN_BARRIER (4) + warpgroup: its turn to issue
+//           products
 // numerics  scores, m, sums of weights and o in float32; e^(S - m) is rounded to T. m is raised only if it would grow
 //           by more than SLACK in base 2: o and the sums use the same m, so the result is exact
 // source    Shah et al., "FlashAttention-3", 2024: the roles, and the overlap of a key tile's product with v with the
 //           softmax of the next tile. Here that next tile may belong to the block's next query tile
 // limits    sm_90a; float16 or bfloat16; rows of whole 16 bytes; the template's K of 64, 128, 192, V of 64, 128, at
 //           most K. A call may have fewer channels or columns (args.V): copies fill the rest of a tile with zeros
-// order     Statements that neither data nor a comment bind to a place stand where the kernel is fastest
+// order     Statements that neither data nor a comment bind to a place stand where the kernel is fastest: measure it
+//           after a change of their order
 // tests     test_softmax_attention; its backend `hopper` computes a product only when it is waited for, and runs the
 //           producer as far ahead as barriers allow: a wait or a release in a wrong place changes results.
 //           test_compile: no spills, no product that the assembler serialises, no write to a running product's operand
@@ -196,11 +198,13 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
   int previous_q_stage = 0;    // the stage of the last query tile that is complete
   int first_tile, tiles_left;  // the current key tile is first_tile + tiles_left; tiles_left tiles follow it
   int first_diagonal, length;  // key position of the query tile's first row; number of keys of the sequence
-  int valid_values;            // keys in the tile of v that is multiplied next; the rest belongs to other sequences
+  int valid_values;  // keys in the tile of v that is multiplied next (weigh_scores sets it for the next iteration's
+                     // product); the rest belongs to other sequences
 
-  // With three warpgroups one at a time issues the two products of an iteration of its loop. The first scores, before
-  // the loop, and the last product with v, after it, wait for no turn. Warpgroup 2 passes the first turn to warpgroup 0
-  // before the loop; for the turn that it passes last, no warpgroup waits.
+  // With three warpgroups one at a time issues the two products of an iteration of its loop. All have the same tiles,
+  // and so as many turns: one that left the loop alone would keep the next one waiting for ever. The first scores,
+  // before the loop, and the last product with v, after it, wait for no turn. Warpgroup 2 passes the first turn to
+  // warpgroup 0 before the loop; for the turn that it passes last, no warpgroup waits.
   auto take_turn = [&] {
     if (TURNS) named_barrier_sync(FIRST_TURN_BARRIER + warpgroup, 256);
   };
@@ -270,8 +274,8 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
   while (true) {
     const bool next_is_new_tile = tiles_left == 0;  // the next key tile is for the block's next query tile
     if (next_is_new_tile) {
-      // Before the wait for q_full: the producer may need this stage for that tile. previous_q_stage, whose store
-      // `stored` notes, changes only after that.
+      // Before the wait for q_full: the producer may need stage previous_q_stage for the very tile that is waited for.
+      // Before previous_q_stage changes: `stored` is about that stage.
       stored.release(s.q_empty[previous_q_stage]);
       previous_q_stage = q.stage;
       q.next();

@@ -465,6 +465,7 @@ def arrays_for_gate(draft, gla, shape, dq_kernel, dk_dv_kernel):
     B, H, T, K = gla.shape("B H T K")
     states = T // dq_kernel.STRETCH + shape.row_sequences
     dq_tiles, tiles = ceil_div(K, dq_kernel.BV), ceil_div(K, dk_dv_kernel.BV)
+    assert dq_kernel.BK == dk_dv_kernel.BK >= K, "both kernels address states [BK, BK], and sums of BK / 64 tiles"
     return {
         "stretch_states": draft.empty((B, H, states, dq_kernel.BK, dq_kernel.BK), BFLOAT16),
         "token_sums": draft.empty((B, H, dq_tiles, T), FLOAT32),

@@ -22,7 +22,7 @@ from .arguments import members
 from .arithmetic import ceil_div
 from .kernel import FLOATS, HALF, SM90, Kernel, no_kernels
 from .plan import Array, Draft, TensorMap, aligned16, mappable
-from .softmax_tiles import CHUNK_QUERIES, DS_KEYS
+from .softmax_tiles import CHUNK_QUERIES, DS_ENTRY_BYTES, DS_KEYS, WORDS
 
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
 # struct Args, which the compiler checks, with `?` if they may be null.
@@ -49,7 +49,8 @@ class Softmax(Kernel):
     KEYS: ClassVar[int]
     COLUMNS: ClassVar[tuple[tuple[int, ...], ...]] = ((64,), (128,))  # the possible columns of K and V; (D,): of both
     threads = 128
-    constants: ClassVar[tuple] = (("QUERIES", "QUERIES"), ("KEYS", "KEYS"))
+    WORK_BYTES: ClassVar[int] = 4 * WORDS  # of an entry in the table of tiles
+    constants: ClassVar[tuple] = (("QUERIES", "QUERIES"), ("KEYS", "KEYS"), ("sizeof(Work)", "WORK_BYTES"))
 
     @classmethod
     def fitting(cls, problem):
@@ -169,6 +170,8 @@ class SoftmaxBackwardQueriesSm90(SoftmaxSm90, SoftmaxSquare):
 
 class SoftmaxBackwardKeysSm90(SoftmaxSm90, SoftmaxSquare):
     file, QUERIES, KEYS = "softmax/sm90/backward_keys", CHUNK_QUERIES, DS_KEYS
+    ENTRY_BYTES: ClassVar[int] = DS_ENTRY_BYTES
+    constants = (*SoftmaxSm90.constants, ("sizeof(DsEntry)", "ENTRY_BYTES"))
     RESULTS = {"dk": "dk_out", "dv": "dv_out"}
     arguments = members(
         "tensor_maps q k v do_ dk dv, strided dk_out dv_out, pointers works statistics, pointers? ds, "

@@ -31,6 +31,7 @@ DS_KEYS = 128  # keys in a tile of the kernel of dk and dv
 DS_ENTRY_BYTES = 2 * DS_KEYS * CHUNK_QUERIES
 MOST_DS_BYTES = 4 << 30  # memory for ds: at most so many bytes ...
 MOST_DS_SHARE = 1 / 16  # ... and at most this part of the card's memory
+assert MOST_DS_BYTES // DS_ENTRY_BYTES < 1 << 31, "kernels number entries by int32"
 LEAST_CHUNKS = 32  # chunks of queries for a tile of keys, on average; with fewer, ds saves less than a launch takes
 MOST_TIME_OF_TURNS = 1.1  # the most time of all turns, in times of one turn for all heads; else ds is not stored
 
