@@ -69,6 +69,8 @@ def plan_of_padded(problem, plan, do=None, dht=None, keep=""):
 def with_fast_copies(plan):
     """The plan with launches of `CopyRows` in place of its large copies, where neighbouring copies share a launch. CuPy
     copies number by number, which takes six times as long if tokens run backwards in memory."""
+    if not any(isinstance(step, Copy) for step in plan.steps):
+        return plan
     draft, pairs, reasons = Draft(), [], []
 
     def add_copies():

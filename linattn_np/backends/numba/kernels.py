@@ -350,11 +350,12 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
 
 @cache
 def recurrent(key_channels, delta):
-    """The kernel for K up to `key_channels`, a multiple of 4, which determines the registers for the state.
+    """The kernel for K up to `key_channels`, a power of 2 of at most 256, which determines the registers for the state.
 
     `delta`: whether for a delta rule. Those kernels read a and b, the others u.
     """
     each = key_channels // GROUPS
+    # of which the arrays below fit in 48 KiB, the most that Numba compiles
     tokens = min(INNER // 2, 512 // key_channels) if delta else min(INNER, 1024 // key_channels)
     delta_tokens = tokens if delta else 1
 
@@ -374,7 +375,7 @@ def recurrent(key_channels, delta):
         grid: a block for each (sequence, head, tile of 16 columns of V). A thread keeps every fourth channel of one
         column of S in registers; the four threads of a column add their parts of q^T S and a^T S' in shared memory.
         shared memory: `tokens` tokens (4 for K = 256, 32 up to K = 32; with `delta` half as many) and their partial
-        sums, up to 45 KiB.
+        sums, up to 46 KiB in float64.
         """
         real = u.dtype.type
         s_q = cuda.shared.array((tokens, key_channels), u.dtype)
