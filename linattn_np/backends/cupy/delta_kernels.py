@@ -34,7 +34,7 @@ import numpy as np
 from .arguments import members
 from .arithmetic import ceil_div, padded
 from .gated_kernels import SMALL_SIZES, TILES, channels
-from .kernel import DOUBLE, Kernel, TiledKernel
+from .kernel import DOUBLE, Kernel, StepKernel, TiledKernel
 from .plan import FLOAT32
 
 # What these words mean, beyond the docstring:
@@ -439,7 +439,7 @@ class DeltaRecurrentBackward(DeltaKernel):
         return {"BK": self.BK, "BV": self.BV, "chunk": self.TOKENS}
 
 
-class DeltaStep(Kernel):
+class DeltaStep(StepKernel):
     """One token of each sequence: o and the new state, in the layouts that the module `step` describes. `slots`: which
     state a sequence has; null: its own number. `aligned16`: whether rows of the state allow accesses of 16 bytes."""
 
@@ -448,7 +448,7 @@ class DeltaStep(Kernel):
         "strided q k v, strided? a b, strided g, strided? beta, strided o state, pointers? slots, int64s H K V "
         "group, float64s scale, int64s normalized aligned16"
     )
-    shared_memory = ("Shared<{rule}, Wider<{dtype}, {state}>, {BK}, {BV}>",)
+    shared_memory = ("Shared<{rule}, {real}, {BK}, {BV}>",)
     threads = 256
     WIDTHS: ClassVar[tuple[int, ...]] = (16, 64)  # the possible BV
     rule: str

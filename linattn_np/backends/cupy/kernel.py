@@ -12,6 +12,7 @@ import numpy as np
 from ...array_kinds import BFLOAT16
 from .arguments import pack
 from .arithmetic import ceil_div
+from .plan import FLOAT32
 from .source import root
 
 HALF = np.dtype(np.float16), BFLOAT16
@@ -149,6 +150,25 @@ class GatedKernel(ReadOrderKernel):
 
     dtype: np.dtype
     gate: np.dtype
+
+
+class StepKernel(Kernel):
+    """The base of steps, with template arguments for the dtypes of data and of the stored state. In C++ texts {real} is
+    the type of the arithmetic."""
+
+    constants: ClassVar[tuple] = (("sizeof(Wider<{dtype}, {state}>)", "real_bytes"),)
+
+    @property
+    def real(self):
+        """The dtype of the arithmetic."""
+        return DOUBLE if DOUBLE in (self.dtype, self.state) else FLOAT32
+
+    @property
+    def real_bytes(self) -> int:
+        return self.real.itemsize
+
+    def filled_in(self, cpp_text) -> str:
+        return super().filled_in(cpp_text.replace("{real}", CPP_NAMES[self.real]))
 
 
 class TiledKernel(Kernel):

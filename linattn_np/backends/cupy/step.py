@@ -21,7 +21,7 @@ from .arguments import members
 from .arithmetic import ceil_div
 from .delta_kernels import DPLR, DeltaStep
 from .gated_kernels import channels, read_order
-from .kernel import DOUBLE, FLOATS, GatedKernel, Kernel, no_kernels
+from .kernel import DOUBLE, FLOATS, GatedKernel, StepKernel, no_kernels
 from .plan import FLOAT32, Draft, aligned16, has_rows
 
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
@@ -35,16 +35,16 @@ from .plan import FLOAT32, Draft, aligned16, has_rows
 GLA, BEFORE_WRITE = "Gla", "BeforeWrite"  # the template argument `rule` of gated operators; `delta_kernels` has others
 
 
-class RecurrentStep(GatedKernel):
+class RecurrentStep(StepKernel, GatedKernel):
     """o and the new state. u: null for operators without it."""
 
     file = "recurrent/step"
     arguments = members(
         "strided q k v g o, pointers u, strided state, pointers slots, int64s H K V, float64s scale, int64s aligned16"
     )
-    shared_memory = ("Wider<{dtype}, {state}>[WARPS<{state}>][BV]",)
+    shared_memory = ("{real}[WARPS<{state}>][BV]",)
     BV: ClassVar[int] = 64  # columns of the state per block
-    constants = (("BV", "BV"),)
+    constants = (*StepKernel.constants, ("BV", "BV"))
     state: np.dtype
 
     @property
@@ -52,27 +52,23 @@ class RecurrentStep(GatedKernel):
         return 64 * self.BV * self.state.itemsize // (4 * 16)  # a thread accesses 4 times 16 bytes of a tile [64, BV]
 
 
-class StepOfSeveral(Kernel):
-    """o, the new state and the new pending tokens, by a block for each sequence and head of values."""
+class StepOfSeveral(StepKernel):
+    """o, the new state and the new pending tokens, by a block for each sequence and head of values. `pending` has the
+    dtype of the arithmetic."""
 
     file = "recurrent/step_of_several"
     arguments = members(
         "strided q k v, strided? a b, strided g, strided? beta, strided o, pointers? bonus, strided state pending, "
         "pointers? slots accepted, int64s H T_ K V M group, float64s scale, int64s normalized aligned16"
     )
-    shared_memory = ("Shared<{rule}, Wider<{dtype}, {state}>, {BK}, COLUMNS<Wider<{dtype}, {state}>, {BK}>>",)
-    constants = (("TOKENS", "TOKENS"), ("COLUMNS<Wider<{dtype}, {state}>, {BK}>", "BV"))
+    shared_memory = ("Shared<{rule}, {real}, {BK}, COLUMNS<{real}, {BK}>>",)
+    constants = (*StepKernel.constants, ("TOKENS", "TOKENS"), ("COLUMNS<{real}, {BK}>", "BV"))
     TOKENS: ClassVar[int] = MOST_PENDING
     rule: str
     dtype: np.dtype
     gate: np.dtype
     state: np.dtype
     BK: int
-
-    @property
-    def real(self) -> np.dtype:
-        """The dtype of the arithmetic and of `pending`."""
-        return real(self.dtype, self.state)
 
     @property
     def BV(self) -> int:
@@ -121,7 +117,7 @@ def launch_gated(draft, problem, state):
     """Appends the launch for one token of a gated operator; returns its tiles. `state`: the dtype of the state."""
     (q, k, v, g), (B, H, V) = draft.inputs(problem), problem.shape("B H V")
     kernel = RecurrentStep(read_order(problem.op), problem.dtype, g.dtype, state)
-    u = draft.as_contiguous(problem.arrays.get("u"), "u", real(problem.dtype, state))
+    u = draft.as_contiguous(problem.arrays.get("u"), "u", kernel.real)
     draft.launch(kernel, B * H * ceil_div(V, kernel.BV), q=q, k=k, v=v, g=g, u=u)
     return {"BV": kernel.BV}
 
@@ -147,8 +143,3 @@ def launch_several(draft, problem, state):
     sizes = {"T_": T, "M": pending.shape[2], "group": inputs.group, "normalized": inputs.normalized}
     draft.launch(kernel, B * H, **arrays, **sizes)
     return {"BK": kernel.BK, "BV": kernel.BV}
-
-
-def real(dtype, state):
-    """The dtype of the arithmetic, for these dtypes of data and state."""
-    return DOUBLE if DOUBLE in (dtype, state) else FLOAT32
