@@ -209,5 +209,5 @@ def tiles(problem, mode):
     if mode == "recurrent":
         return {}
     if problem.op.name == "softmax_attention":
-        return {"chunk": problem.chunk_size or softmax_attention.TILE}
+        return {"chunk": problem.chunk_size or softmax_attention.TILE_KEYS}
     return {"chunk": problem.chunk_size or chunking.CHUNK}

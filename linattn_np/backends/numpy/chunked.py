@@ -71,7 +71,7 @@ def compute_by_loops(schedule, o, final, states):
 
     def task(rows):
         arrays = [rowwise(x[rows]) for x in (member.q, member.k, member.v, member.g)]
-        block_o, block_states = o[rows], np.moveaxis(schedule.of_rows(final, rows), 1, 2)
+        block_o, block_states = o[rows], np.moveaxis(schedule.chunking.of_rows(final, rows), 1, 2)
         block_shape, bonus = block_o.shape[:2], schedule.bonus(rows)
         if bonus is None:
             bonus = np.zeros((block_shape[1], 0), schedule.dtype)
@@ -169,13 +169,8 @@ class Schedule:
         return [
             rows
             for rows, good in zip(blocks, accurate)
-            if not good or not by_token.is_finite(self.of_rows(states, rows))
+            if not good or not by_token.is_finite(self.chunking.of_rows(states, rows))
         ]
-
-    def of_rows(self, states, rows):
-        """The states [N, H, K, V] of a block of rows: a view [B, sequences per batch entry, H, K, V]."""
-        S = self.chunking.sequences
-        return states.reshape(len(states) // S, S, *states.shape[1:])[rows[0], :, rows[1]]
 
     def states(self, block, chunks, scratch):
         """Scratch memory for h [B, H, n + 1, K, V] and the decays [B, H, n, K or 1] of a block's n chunks."""
@@ -235,7 +230,7 @@ def token_by_token(schedule, rows, o, initial, final, states):
     for c, segment in schedule.single_chunks:
         q, k, v, g = (segment.pack(x[rows], schedule.dtype)[:, :, 0] for x in (member.q, member.k, member.v, member.g))
         if (s := schedule.chunking.begins.get(c)) is not None:
-            carried = schedule.of_rows(initial, rows)[:, s]
+            carried = schedule.chunking.of_rows(initial, rows)[:, s]
         if states is not None:
             states[rows][:, :, c] = carried
         u, by_products = schedule.bonus(rows), segment.pack(o[rows], schedule.dtype)[:, :, 0]
@@ -244,7 +239,7 @@ def token_by_token(schedule, rows, o, initial, final, states):
         np.copyto(o_chunk, by_products, where=~np.isfinite(o_chunk) & np.isfinite(by_products))
         segment.unpack_into(o[rows], o_chunk[:, :, None])
         if (s := schedule.chunking.ends.get(c)) is not None:
-            schedule.of_rows(final, rows)[:, s] = carried
+            schedule.chunking.of_rows(final, rows)[:, s] = carried
 
 
 def segment_key(rows, first):
@@ -286,7 +281,8 @@ class Scores:
 
 
 def read_out(schedule, rows, segment, scores, h, o, scratch):
-    """o = scale (qg h + A v); returns whether it is accurate. Overwrites kg and gates' sums in `scratch`."""
+    """o = scale (qg h + A v); returns whether it is accurate. It takes the memory of kg and of the gates' sums, which
+    are no longer needed."""
     weighted_values = np.matmul(scores.A, scores.v, out=scratch("kg", scores.v.shape))
     in_place = segment.view(o[rows], schedule.dtype)
     o_part = scratch("gate_sums", weighted_values.shape) if in_place is None else in_place
@@ -425,9 +421,9 @@ def backward_token_by_token(schedule, rows, do, states, final_gradient, initial_
         arrays = (member.q, member.k, member.v, member.g, do)
         *inputs, do_chunk = (segment.pack(x[rows], schedule.dtype)[:, :, 0] for x in arrays)
         if (s := chunking.ends.get(c)) is not None:
-            carried = schedule.of_rows(final_gradient, rows)[:, s]
+            carried = schedule.chunking.of_rows(final_gradient, rows)[:, s]
         options = schedule.bonus(rows), member.scale, member.exclusive, states[rows][:, :, c], carried
         carried, du, *parts = by_token.backward(*inputs, do_chunk, *options)
         gradients.put(rows, segment, c, None if du is None else du[:, :, None], [x[:, :, None] for x in parts])
         if (s := chunking.begins.get(c)) is not None:
-            schedule.of_rows(initial_gradient, rows)[:, s] = carried
+            schedule.chunking.of_rows(initial_gradient, rows)[:, s] = carried

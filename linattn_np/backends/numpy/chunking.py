@@ -26,9 +26,10 @@ class Chunking:
         """The number of chunks."""
         return len(self.table)
 
-    def of_sequence(self, states, rows, s):
-        """Sequence s of a block of rows in states [N, H, K, V]: a view [B, H, K, V]."""
-        return states.reshape(len(states) // self.sequences, self.sequences, *states.shape[1:])[rows[0], s, rows[1]]
+    def of_rows(self, states, rows):
+        """The states [N, H, K, V] of a block of rows: a view [B, sequences of a batch entry, H, K, V]."""
+        S = self.sequences
+        return states.reshape(len(states) // S, S, *states.shape[1:])[rows[0], :, rows[1]]
 
     def scan(self, rows, first, decay, h, states, written=None):
         """Completes the states h [B, H, n + 1, K, V] of n chunks from chunk `first` on: to h_{c+1}, which must hold
@@ -41,13 +42,13 @@ class Chunking:
         chunks = (np.moveaxis(x, 2, 0) for x in (decay[..., None], h[:, :, :-1], h[:, :, 1:]))
         for c, (factor, before, after) in enumerate(zip(*chunks), start=first):
             if (s := self.begins.get(c)) is not None:
-                before[...] = self.of_sequence(states, rows, s)
+                before[...] = self.of_rows(states, rows)[:, s]
             np.multiply(factor, before, out=carried)
             after += carried
             if written is not None:
                 after += written(c - first, before)
             if (s := self.ends.get(c)) is not None:
-                self.of_sequence(states, rows, s)[:] = after
+                self.of_rows(states, rows)[:, s] = after
 
     def scan_back(self, rows, first, decay, dh, dstates, read=None):
         """Completes the gradients dh [B, H, n + 1, K, V] of these states, last chunk first: to dh_c, which must hold
@@ -58,9 +59,9 @@ class Chunking:
         """
         for c in reversed(range(dh.shape[2] - 1)):
             if (s := self.ends.get(first + c)) is not None:
-                dh[:, :, c + 1] = self.of_sequence(dstates, rows, s)
+                dh[:, :, c + 1] = self.of_rows(dstates, rows)[:, s]
             dh[:, :, c] += decay[:, :, c, :, None] * dh[:, :, c + 1]
             if read is not None:
                 dh[:, :, c] += read(c, dh[:, :, c + 1])
             if (s := self.begins.get(first + c)) is not None:
-                self.of_sequence(dstates, rows, s)[:] = dh[:, :, c]
+                self.of_rows(dstates, rows)[:, s] = dh[:, :, c]

@@ -101,7 +101,7 @@ class DeltaArrays:
         H = self.k[rows].shape[1]
 
         def of_block(states):
-            part = schedule.of_rows(states, rows)
+            part = schedule.chunking.of_rows(states, rows)
             return (part.reshape(-1, *part.shape[2:]),)
 
         sizes = problem.sizes | {"B": B, "H": H, "HK": H, "N": B * problem.spans.count}
@@ -111,7 +111,7 @@ class DeltaArrays:
 
     def put_states(self, schedule, rows, states, part):
         """Writes `part`, the states of the problem of a block of rows, to `states` of all rows."""
-        block_states = schedule.of_rows(states, rows)
+        block_states = schedule.chunking.of_rows(states, rows)
         block_states[...] = part.reshape(block_states.shape)
 
 

@@ -7,22 +7,27 @@ from .family import Member
 from .recurrent import outer, read, read_vjp, write_vjp
 
 
+def exp_below_0(x):
+    """exp(x) where x is below 0, else 1."""
+    return np.exp(np.minimum(x, 0))
+
+
+FEATURES = {  # {a feature map: (phi, its derivative)}
+    None: (lambda x: x, lambda x: 1),
+    "elu": (lambda x: np.where(x > 0, x + 1, exp_below_0(x)), exp_below_0),
+    "relu": (lambda x: np.maximum(x, 0), lambda x: x > 0),
+    "exp": (np.exp, np.exp),
+}
+
+
 def feature(x, name):
     """phi(x)."""
-    if name == "elu":
-        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
-    if name == "relu":
-        return np.maximum(x, 0)
-    return np.exp(x) if name == "exp" else x
+    return FEATURES[name][0](x)
 
 
 def feature_vjp(x, name, dphi):
     """dx from dphi."""
-    if name == "elu":
-        return dphi * np.where(x > 0, 1, np.exp(np.minimum(x, 0)))
-    if name == "relu":
-        return dphi * (x > 0)
-    return dphi * np.exp(x) if name == "exp" else dphi
+    return dphi * FEATURES[name][1](x)
 
 
 def divide(numerator, z):

@@ -1,6 +1,6 @@
 """float32 loops that Numba compiles: softmax attention by tiles, the gated recurrence by chunks, and float16 casts.
 
-Softmax attention takes TILE query rows against panels of PANEL keys: scores, mask, running maximum and sum of each
+Softmax attention takes TILE_ROWS query rows against panels of PANEL keys: scores, mask, running maximum and sum of each
 row, then weights times values. The gated recurrence takes a chunk of tokens at a time and carries its state.
 
 Matrix products run in blocks of BLOCK_ROWS x BLOCK_COLUMNS results, without tests at the edges. So each operand's row
@@ -33,7 +33,7 @@ EXPONENT_SHIFT = float32(1.5 * 2**23 + 127)  # n + EXPONENT_SHIFT has the expone
 LOWEST_EXPONENT = float32(-87)  # exp returns 0 below
 TANH_LIMIT = float32(7.90531110763549805)  # tanh of larger numbers rounds to 1
 PANEL = 64  # keys of a panel
-TILE = 64  # query rows of a tile: tokens times the query heads that share a key head
+TILE_ROWS = 64  # query rows of a tile: tokens times the query heads that share a key head
 # `multiply` writes whole blocks: what is rounded up to BLOCK_COLUMNS, and a panel's keys, are whole BLOCK_ROWS, too.
 assert BLOCK_COLUMNS % BLOCK_ROWS == PANEL % BLOCK_ROWS == 0
 SHORT = 256  # tokens up to which the forward pass takes half a tile's rows: of fewer rows fewer scores are masked
@@ -168,6 +168,8 @@ def multiply(a, b, c, depth, add):
     a [rows, >= depth] may have any strides; rows of b [>= depth, columns] and of c [rows, columns] are contiguous. The
     rows of a and c must be a multiple of BLOCK_ROWS, their columns of BLOCK_COLUMNS: others' memory is overwritten.
     """
+    assert c.shape[0] % BLOCK_ROWS == c.shape[1] % BLOCK_COLUMNS == 0 and a.shape[0] >= c.shape[0]
+    assert b.shape[1] >= c.shape[1] and min(a.shape[1], b.shape[0]) >= depth
     a_row, a_column = a.strides
     for j in range(0, c.shape[1], BLOCK_COLUMNS):
         for i in range(0, c.shape[0], BLOCK_ROWS):
@@ -283,7 +285,7 @@ def attention_forward(heads, q, keys, values, first_key, last_key, begin, end, s
     for head in range(heads[0], heads[1]):
         first = begin
         while first < end:
-            tokens, rows, padded_rows = tile_size(G, first, end, TILE if T > SHORT else TILE // 2)
+            tokens, rows, padded_rows = tile_size(G, first, end, TILE_ROWS if T > SHORT else TILE_ROWS // 2)
             q_transposed, panel_scores = np.zeros((K, padded_rows), float32), np.empty((PANEL, padded_rows), float32)
             o_tile, checks = np.zeros((padded_rows, values.shape[3]), float32), np.zeros(padded_rows, float32)
             tile_maxima, tile_sums = np.zeros(padded_rows, float32), np.ones(padded_rows, float32)
@@ -350,7 +352,7 @@ def attention_backward(q, do, maxima, sums, delta, keys, values, first_key, last
     """
     (G, T, K), V, check, first = q.shape, do.shape[2], float32(0), 0
     while first < T:
-        tokens, rows, padded_rows = tile_size(G, first, T, TILE)
+        tokens, rows, padded_rows = tile_size(G, first, T, TILE_ROWS)
         q_tile, q_transposed = np.zeros((padded_rows, dk.shape[2]), float32), np.zeros((K, padded_rows), float32)
         do_tile, do_transposed = np.zeros((padded_rows, dv.shape[2]), float32), np.zeros((V, padded_rows), float32)
         weights, dscores = np.empty((PANEL, padded_rows), float32), np.empty((PANEL, padded_rows), float32)

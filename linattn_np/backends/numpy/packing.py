@@ -97,7 +97,8 @@ class Scratch:
         self.dtype, self.most, self.buffers, self.parts = dtype, most, {}, {}
 
     def __call__(self, name, shape):
-        """An array of this shape, whose numbers are undefined, in the memory called `name`."""
+        """An array of this shape, whose numbers are undefined, in the memory called `name`: earlier arrays of this name
+        lose theirs."""
         size = math.prod(shape)
         if size * self.dtype.itemsize > self.most:
             return np.empty(shape, self.dtype)

@@ -15,7 +15,7 @@ From the other files:
     Segment       neighbouring chunks: `pack` cuts x [B, H, T, ...] into chunks [B, H, n, C, ...]; `unpack_into` is the
                   opposite
     Chunking      `begins`: {first chunk of a sequence: sequence}; `ends`: {last chunk: sequence}, in the same order;
-                  `of_sequence`: a view of a sequence's state [B, H, K, V]
+                  `of_rows`: the states of rows by batch entry and sequence, a view [B, sequences, H, K, V]
     Gates         the log gates of a block; `underflow` tells whether a decay underflows and that matters
     gated_scores  (q_i exp(gates of the block through i), k_j exp(gates of the block after j), A of the block); also
                   writes the product of the block's decays to its argument `decay`
@@ -40,7 +40,7 @@ def run(member, o):
     packed, final, accurate = np.empty(v.shape, v.dtype), member.initial_state(), True
     for (first, s), last in zip(chunking.begins.items(), chunking.ends):
         chunks = np.s_[:, :, first : last + 1]
-        state = chunking.of_sequence(final, np.s_[:, :], s)
+        state = chunking.of_rows(final, np.s_[:, :])[:, s]
         accurate &= sequence(member, q[chunks], k[chunks], v[chunks], g[chunks], state, packed[chunks])
     whole.unpack_into(o, packed)
     if not (accurate and is_finite(packed, final)):

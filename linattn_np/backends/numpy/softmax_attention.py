@@ -21,8 +21,8 @@ from .cores import in_parallel, workers
 from .loop_choice import loops
 from .packing import Scratch, row_blocks, thread_scratch
 
-TILE = 256  # keys of a tile
-ROWS = 64  # rows of a tile
+TILE_KEYS = 256  # the most keys of a tile
+TILE_ROWS = 64  # and its most rows
 FEW_ROWS = 16  # with at most as many rows BLAS divides each product among the cores; else each core computes its tiles
 PRODUCT = 1 << 18  # multiplications of the largest product that OpenBLAS computes on one core
 LARGEST_TILES = 1 << 16  # scores of one task's tiles, over all its batch entries and key heads
@@ -87,12 +87,12 @@ class Attention:
         self.q, self.k, self.v = map(self.multipliable, "qkv")
         self.softcap, self.window = problem.options["softcap"], problem.options["window"]
         B, H, T, S, HK = problem.shape("B H T S HK")
-        self.group, self.tile_keys = max(H, 1) // max(HK, 1), problem.chunk_size or TILE
-        self.tile_queries = max(1, min(self.tile_keys, ROWS) // self.group)
+        self.group, self.tile_keys = max(H, 1) // max(HK, 1), problem.chunk_size or TILE_KEYS
+        self.tile_queries = max(1, min(self.tile_keys, TILE_ROWS) // self.group)
         rows = self.group * min(self.tile_queries, T)  # of a tile
         self.is_few = rows <= FEW_ROWS and S >= T
-        on_one_core = PRODUCT // (ROWS * max(problem.shape("K V"))) // 16 * 16  # the most keys of such a product
-        self.panel_keys = self.tile_keys if self.is_few else max(16, min(ROWS, self.tile_keys, on_one_core))
+        on_one_core = PRODUCT // (TILE_ROWS * max(problem.shape("K V"))) // 16 * 16  # the most keys of such a product
+        self.panel_keys = self.tile_keys if self.is_few else max(16, min(TILE_ROWS, self.tile_keys, on_one_core))
         heads = B * HK if self.is_few else LARGEST_TILES // max(rows * min(self.tile_keys, S), 1)  # of a block
         self.blocks = row_blocks(B, HK, max(1, heads)) if HK else []
         self.m, self.l = np.empty((2, B, H, T), self.dtype)
@@ -421,7 +421,7 @@ class Compiled:
         o_float32 = o if o.dtype == np.float32 and o.flags.c_contiguous else attention.scratch("o", o.shape)
         m, l, o_rows = (self.by_head(x) for x in (attention.m, attention.l, o_float32))
         group, count, task_count = o_rows.shape[1], len(o_rows), self.task_count(o_rows.shape[:2])
-        tile = max(1, loops.TILE // group)
+        tile = max(1, loops.TILE_ROWS // group)
         queries_per_task = -(-self.T * count // (task_count * tile)) * tile
         heads_per_task = max(1, count // task_count) if queries_per_task >= self.T else 1
 
