@@ -50,6 +50,8 @@ __device__ __forceinline__ void fetch_rows(T* s, const StridedRows<const T>& x, 
   }
 }
 
+// The factor of scores that are stored for products with keys and queries: these cut both operands off.
+template <class M> constexpr float STORED_SCORE = TF32_CORRECTION_OF_BOTH<M>;
 // The factor of scores within a sub-chunk that one kernel stores for another, if channels and columns have gates. The
 // columns' decays may make such a score as small as e^-20, and the channels' factors about the sub-chunk's middle are
 // e^-70 at least (decays.cuh): e^-90 is below float32's normal numbers, which end at e^-87. 2^22 is e^15.

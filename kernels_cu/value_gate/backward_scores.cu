@@ -166,18 +166,17 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
                                                    __shfl_xor_sync(0xffffffffu, self_products[m].y, lanes)};
     if (g == m) *reinterpret_cast<float2*>(s.self_products[warp] + 8 * m + 2 * t) = self_products[m];
   }
-  // Stores a block of 16 x 16 scores, (row, column) of the chunk's 4 x 4. Both kernels' products cut float operands off
-  // to tf32 (of bfloat16, corrections are 1): one correction is for those of the scores, the other for those that
-  // gated/backward_channels.cu makes of the scores. Scores of single pairs, below, take only the second one.
+  // Stores a block of 16 x 16 scores, (row, column) of the chunk's 4 x 4. TF32_CORRECTION_OF_BOTH: of the products that
+  // the scores are; STORED_SCORE: of those that gated/backward_channels.cu makes of them. Both are 1 for bfloat16.
   const auto put = [&](const float (&d)[2][4], int row, int column) {
     Stored* to = args.scores + chunk * (CHUNK * CHUNK) + 16 * row * CHUNK + 16 * column;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
-        put_pair(to + (g + 8 * lower) * CHUNK + 8 * half + 2 * t,
-                 TF32_CORRECTION_OF_BOTH<M> * TF32_CORRECTION_OF_BOTH<M> * scale *
-                     float2{d[half][2 * lower], d[half][2 * lower + 1]});
+        put_pair(
+            to + (g + 8 * lower) * CHUNK + 8 * half + 2 * t,
+            TF32_CORRECTION_OF_BOTH<M> * STORED_SCORE<M> * scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
   };
   // The block (warp, warp): scores of its two sub-chunks from products about their middles, those of the second one's
   // queries with the first one's keys from border8, and 0 for the token itself and later ones.
@@ -206,7 +205,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       const TokenPair pair = pair_of(lane);
       Stored* to =
           args.scores + chunk * (CHUNK * CHUNK) + (SUB_CHUNK * n + pair.query) * CHUNK + SUB_CHUNK * n + pair.key;
-      if (lane < PAIRS) *to = from_float<Stored>(NEAR_SCALE * TF32_CORRECTION_OF_BOTH<M> * scale * score);
+      if (lane < PAIRS) *to = from_float<Stored>(NEAR_SCALE * STORED_SCORE<M> * scale * score);
     }
   }
   if (warp == 0) {
