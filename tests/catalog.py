@@ -290,7 +290,7 @@ def of_models():
                 yield rwkv6.DataMix.of_step(T, X, 1, terms)
                 for S in CTYPES:
                     yield rwkv6.TimeMixStep(T, X, S, terms)
-            yield rwkv6.Activation("ReluSquared", X, T)
+            yield rwkv6.ReluSquared(X, T)
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
             yield rwkv6.ChosenNorm(T, SINGLE)
@@ -308,7 +308,7 @@ def of_models():
     yield rwkv6.Argmax()
     for X in CTYPES:
         yield rwkv6.GatedAdd(X)
-        yield rwkv7.LowActivations(X)
+        yield rwkv6.LowActivations(X)
         for how in product(rwkv7.Keys.WIDTHS, rwkv7.Keys.DEPTHS):
             yield rwkv7.Keys(X, *how)
         for S, terms in product(CTYPES, terms_of(X)):
@@ -323,14 +323,10 @@ def of_training():
             training.MixForward,
             training.LowRanks,
             training.LowRanksBackward,
-            training.LowRankActivations,
             training.CrossEntropy,
             training.AdamW,
         ):
             yield cls(T)
-        yield rwkv6.Activation("Tanh", T, T)
-        for kind in rwkv6.Activation.KINDS:
-            yield training.ActivationBackward(kind, T)
         for head in product(training.OfHeads.WIDTHS, (False, True)):
             yield from (cls(T, *head) for cls in (training.KeysForward, training.KeysBackward))
             yield from (training.GatedNormBackward(T, *head, bonus) for bonus in (False, True))

@@ -33,7 +33,7 @@ from .arithmetic import ceil_div, padded
 from .kernel import HALF, INT8, SM90, ModelKernel
 from .plan import FLOAT32, Array, Draft
 
-# Where a name is not what the docstring says. X: in ChosenNorm and Activation the dtype of the input, and Y that of
+# Where a name is not what the docstring says. X: in ChosenNorm and ReluSquared the dtype of the input, and Y that of
 # the output; in GatedAdd, whose arrays are float32, the dtype of the hidden layer, which sets the unit of `value`.
 # PARTS: in DataMix and Openings, numbers of `up`'s dtype whose sum is one tanh(low). slots: in DecodeFew also places of
 # 16 KB in shared memory.
@@ -320,16 +320,25 @@ class ElementwiseKernel(ModelKernel):
         return ceil_div(count, self.EACH * self.threads)
 
 
-class Activation(ElementwiseKernel):
-    """y = relu(x)^2 or tanh(x), where the product that made x could not apply it."""
+class ReluSquared(ElementwiseKernel):
+    """y = relu(x)^2, where the product that made x could not apply it; with `dy` its pullback, by y alone: dy is
+    multiplied by the slope."""
 
-    file = "rwkv6/activation"
-    arguments = members("pointers x y, int64s count")
-    KINDS: ClassVar[tuple[str, ...]] = ("ReluSquared", "Tanh")
+    file = "rwkv6/relu_squared"
+    arguments = members("pointers? x, pointers y, pointers? dy, int64s count")
     EACH = 8
-    kind: str
     X: np.dtype
     Y: np.dtype
+
+
+class LowActivations(ElementwiseKernel):
+    """tanh and sigmoid of some columns of `y`, between the matrices of products of low rank, in place; with `dy` their
+    pullback, by y alone: dy is multiplied by the slopes."""
+
+    file = "rwkv6/low_activations"
+    arguments = members("pointers y, pointers? dy, int64s count columns tanh_end sigmoid_begin sigmoid_end")
+    EACH = 8
+    T: np.dtype
 
 
 class Widen(ElementwiseKernel):

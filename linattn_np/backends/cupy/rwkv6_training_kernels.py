@@ -242,13 +242,6 @@ class LowRanksBackward(LowRanks):
     )
 
 
-class LowRankActivations(Elementwise):
-    """The activations between both matrices of RWKV-7's products of low rank, or their gradients."""
-
-    file = "training/low_activations"
-    arguments = members("pointers y dy, int64s tokens ranks decay_end gate_begin gate_end")
-
-
 class LogDecayForward(Elementwise):
     """w = -exp(decay + low), the log of RWKV-6's decay."""
 
@@ -261,16 +254,6 @@ class LogDecayBackward(TokenKernel):
 
     file = "training/log_decay_backward"
     arguments = members("pointers dw w dlow parts, int64s tokens D tokens_per_block")
-
-
-class ActivationBackward(Kernel):
-    """The gradient of an activation y, computed from y; it overwrites dy."""
-
-    file = "training/activation_backward"
-    arguments = members("pointers dy y, int64s count")
-    threads = 256
-    kind: str  # the activation, one of `rwkv6_model_kernels.Activation.KINDS`
-    T: np.dtype
 
 
 class CrossEntropy(Kernel):

@@ -96,19 +96,6 @@ class DecodeOne(rwkv6.DecodeFew):
         return self.bytes_of_operand + (8 if self.dtype == INT8 else 4)
 
 
-class LowActivations(rwkv6.ElementwiseKernel):
-    """For prompts: the activations of the decay's and the gate's `low`, [DOWNS, count] products with the first matrices
-    of low rank, in place."""
-
-    file = "rwkv7/low_activations"
-    arguments = members("pointers low, int64s count")
-    EACH = 8
-    X: np.dtype
-
-    def blocks(self, count) -> int:
-        return 2 * super().blocks(count)  # of two of the products: two have no activation
-
-
 class Keys(rwkv6.HeadKernel):
     """For prompts: the operator's w, k, a, b and value, from the time mix's products. Those of low rank, whose bases
     are `bases`, are the logits of the decay (in `w`), of the learning rate and of the share of the first layer's

@@ -517,7 +517,7 @@ class DecodingStep:
         product = self.buffers.hidden if finish == RELU_SQUARED else y
         self.draft.product(w, x[0], product, finish == ADD)
         if finish == RELU_SQUARED:
-            kernel = kernels.Activation("ReluSquared", product.dtype, y.dtype)
+            kernel = kernels.ReluSquared(product.dtype, y.dtype)
             self.draft.launch(kernel, kernel.blocks(y.size), x=product, y=y, count=y.size)
 
 

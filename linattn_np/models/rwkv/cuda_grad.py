@@ -16,7 +16,7 @@ import numpy as np
 from ...backends.cupy import rwkv6_training_kernels as kernels
 from ...backends.cupy.arithmetic import ceil_div
 from ...backends.cupy.plan import FLOAT32
-from ...backends.cupy.rwkv6_model_kernels import Activation, GatedNorm, affine
+from ...backends.cupy.rwkv6_model_kernels import GatedNorm, LowActivations, ReluSquared, affine
 from ..single_process import WHOLE
 from .grad import layer_norm
 from .version import LAYER_NORM_EPS, output_scale
@@ -263,7 +263,7 @@ class TrainingStep:
         `previous_xx` is the result of `previous_rank_xx`."""
         mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
         kernel = kernels.MixForward(self.dtype)
-        self.run_kernel(kernel, self.blocks_for(kernel), xx=xx, maa=maa, m=m, mixed=mixed)
+        self.run_kernel(kernel, self.blocks_of(kernel), xx=xx, maa=maa, m=m, mixed=mixed)
         if previous_xx is not None:
             self.mix_first_tokens(mixed, xx, previous_xx, maa, self.first_tokens(m))
         return mixed
@@ -277,16 +277,27 @@ class TrainingStep:
         if normed.shape[1] > self.D:
             self.tokens_at(0, normed)[:, self.D :] = d
 
-    def activated(self, kind, x):
-        """Applies the activation `kind` to `x`, in place."""
-        kernel = Activation(kind, self.dtype, self.dtype)
-        self.run_kernel(kernel, kernel.blocks(x.size), x=x, y=x, count=x.size)
-        return x
+    def relu_squared(self, y, dy=None):
+        """relu(y)^2, in place. With `dy` the pullback, also in place: y is then what `relu_squared` has returned. Returns
+        the array that it overwrites."""
+        kernel = ReluSquared(self.dtype, self.dtype)
+        self.run_kernel(kernel, kernel.blocks(y.size), x=y, y=y, dy=dy, count=y.size)
+        return y if dy is None else dy
+
+    def low_activations(self, y, dy=None, tanh_end=None, sigmoid=(0, 0)):
+        """The activations between both matrices of products of low rank, in place, of y [tokens, columns]: tanh of the
+        columns before `tanh_end` (None: of all), the sigmoid of the columns sigmoid[0] ... sigmoid[1] - 1. `dy` and the
+        result are as in `relu_squared`."""
+        kernel, columns = LowActivations(self.dtype), y.shape[1]
+        ends = {"tanh_end": columns if tanh_end is None else tanh_end}
+        ends |= dict(zip(("sigmoid_begin", "sigmoid_end"), sigmoid))
+        self.run_kernel(kernel, kernel.blocks(y.size), y=y, dy=dy, count=y.size, columns=columns, **ends)
+        return y if dy is None else dy
 
     def log_decay(self, low, decay):
         """The log decays w = -exp(decay + low), float32."""
         w, kernel = self.empty(*low.shape, dtype=FLOAT32), kernels.LogDecayForward(self.dtype)
-        self.run_kernel(kernel, self.blocks_for(kernel), low=low, decay=decay, w=w, count=low.size)
+        self.run_kernel(kernel, self.blocks_of(kernel), low=low, decay=decay, w=w, count=low.size)
         return w
 
     def gated_norm(self, o, gate, norm, eps, N, bonus=()):
@@ -364,12 +375,6 @@ class TrainingStep:
             self.tokens_at(0, m)[...] = self.first_tokens(dmixed) * (previous_xx - self.first_tokens(xx))
             maa_out += (self.first_tokens(dmixed) * previous_xx).sum(1)
         return m, dxx, dd
-
-    def activation_backward(self, kind, dy, y):
-        """The pullback of `activated`: overwrites `dy` with the gradient of the input; y is `activated`'s result."""
-        kernel = kernels.ActivationBackward(kind, self.dtype)
-        self.run_kernel(kernel, self.blocks_for(kernel, y.size), dy=dy, y=y, count=y.size)
-        return dy
 
     def log_decay_backward(self, dw, w, out):
         """The pullback of `log_decay`: the gradient of `low`; that of `decay` goes to `out`."""
@@ -467,9 +472,9 @@ class TrainingStep:
         seeds, rate = (None, 0.0) if self.dropout is None else (self.dropout.seeds, self.dropout.rate)
         return [{"seeds": kernels.address(self.device, seeds), "site": change.site, "rate": rate}]
 
-    def blocks_for(self, kernel, count=None):
-        """The number of blocks for `count` elements, by default tokens * D, at 8 elements per thread."""
-        return ceil_div(self.tokens * self.D if count is None else count, 8 * kernel.threads)
+    def blocks_of(self, kernel):
+        """The number of blocks for tokens * D elements, at 8 elements per thread."""
+        return ceil_div(self.tokens * self.D, 8 * kernel.threads)
 
     def empty(self, *shape, dtype=None):
         """A new array, by default in the dtype of products."""

@@ -287,7 +287,7 @@ class MixOperations:
             squares.launch(self.draft, w, x, y, self.device)
         else:
             self.draft.product(w[None], x[None], y[None])
-            kernel = kernels.Activation("ReluSquared", y.dtype, y.dtype)
+            kernel = kernels.ReluSquared(y.dtype, y.dtype)
             self.draft.launch(kernel, kernel.blocks(y.size), x=y, y=y, count=y.size)
         return y
 

@@ -34,10 +34,10 @@ class TimeMix(Mix):
     def forward(self, mixed, xx, previous_xx, site):
         step, layer = self.step, self.layer
         self.xx, self.previous_xx, self.mixed_x = xx, previous_xx, mixed
-        self.low = step.activated("Tanh", step.product(self.mixed_x, layer.maa_down))
+        self.low = step.low_activations(step.product(self.mixed_x, layer.maa_down))
         self.m = step.product(split_mixes(self.low), layer.maa_up)
         self.mixed = step.mix(xx, previous_xx, layer.maa, self.m)
-        self.decay_low = step.activated("Tanh", step.product(self.mixed[0], layer.decay_down))
+        self.decay_low = step.low_activations(step.product(self.mixed[0], layer.decay_down))
         self.w = step.log_decay(step.product(self.decay_low, layer.decay_up), layer.decay)
         k, v, r, self.gate = step.product(self.mixed[1:], layer.kvrg)
         heads = (-1, step.context, *layer.bonus.shape)
@@ -59,7 +59,7 @@ class TimeMix(Mix):
         dmixed = step.empty(5, step.tokens, step.D)
         ddecay = step.log_decay_backward(dw, self.w, grads.decay)  # of the product with decay_up
         dlow = step.product_backward(ddecay, self.decay_low, layer.decay_up, grads.decay_up)
-        step.activation_backward("Tanh", dlow, self.decay_low)
+        step.low_activations(self.decay_low, dlow)
         step.product_backward(dlow, self.mixed[0], layer.decay_down, grads.decay_down, dmixed[0])
         for n, gradient in enumerate((dk, dv, dr, dgate)):
             step.product_backward(gradient, self.mixed[1 + n], layer.kvrg[n], grads.kvrg[n], dmixed[1 + n])
@@ -67,7 +67,7 @@ class TimeMix(Mix):
         dm, dxx, dd = step.mix_backward(dmixed, self.m, layer.maa, self.xx, self.previous_xx, grads.maa)
         dlow = step.empty(*self.low.shape)
         step.product_backward(dm, split_mixes(self.low), layer.maa_up, grads.maa_up, split_mixes(dlow))
-        step.activation_backward("Tanh", dlow, self.low)
+        step.low_activations(self.low, dlow)
         dmixed_x = step.product_backward(dlow, self.mixed_x, layer.maa_down, grads.maa_down)
         return InputGradients(dxx, dd, dmixed_x, layer.maa_x, grads.maa_x, self.previous_xx)
 
@@ -85,7 +85,7 @@ class ChannelMix(Mix):
     def forward(self, mixed, xx, previous_xx, site):
         step, layer = self.step, self.layer
         self.previous_xx, self.mixed = previous_xx, mixed
-        self.hidden = step.activated("ReluSquared", step.product(self.mixed[0], layer.ffn_key))
+        self.hidden = step.relu_squared(step.product(self.mixed[0], layer.ffn_key))
         gate = step.product(self.mixed[1], layer.ffn_receptance)
         return Change("Gated", gate, step.product(self.hidden, layer.ffn_value), site)
 
@@ -93,7 +93,7 @@ class ChannelMix(Mix):
         step, layer = self.step, self.layer
         dgate, dvalue = dchange
         dhidden = step.product_backward(dvalue, self.hidden, layer.ffn_value, grads.ffn_value)
-        step.activation_backward("ReluSquared", dhidden, self.hidden)
+        step.relu_squared(self.hidden, dhidden)
         dmixed = step.empty(2, step.tokens, step.D)
         step.product_backward(dhidden, self.mixed[0], layer.ffn_key, grads.ffn_key, dmixed[0])
         step.product_backward(dgate, self.mixed[1], layer.ffn_receptance, grads.ffn_receptance, dmixed[1])

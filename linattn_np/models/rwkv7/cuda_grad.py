@@ -167,17 +167,7 @@ class TimeMix(Mix):
     def activate(self, y, dy=None):
         """Applies the activations of all products of low rank to `y` [tokens, all_ranks], in place; or to `dy` their
         pullback, for which `y` has their results."""
-        kernel, (begin, end) = kernels.LowRankActivations(self.step.dtype), self.columns["gate"]
-        self.step.run_kernel(
-            kernel,
-            self.step.blocks_for(kernel, y.size),
-            y=y,
-            dy=dy,
-            ranks=self.all_ranks,
-            decay_end=self.columns["decay"][1],
-            gate_begin=begin,
-            gate_end=end,
-        )
+        self.step.low_activations(y, dy, self.columns["decay"][1], self.columns["gate"])
 
     def recurrence_arguments(self):
         """The recurrence's w, key, value, a and b [tokens, D]."""
@@ -278,13 +268,13 @@ class ChannelMix(Mix):
     def forward(self, mixed, normed, previous_xx, site):
         step, layer = self.step, self.layer
         self.previous_xx, self.mixed = previous_xx, mixed
-        self.hidden = step.activated("ReluSquared", step.product(self.mixed, layer.ffn_key))
+        self.hidden = step.relu_squared(step.product(self.mixed, layer.ffn_key))
         return Change("Added", self.times_unit(step.product(self.hidden, layer.ffn_value)), site=site)
 
     def pull(self, dchange, grads):
         step, layer, dvalue = self.step, self.layer, self.times_unit(dchange[0])
         dhidden = step.product_backward(dvalue, self.hidden, layer.ffn_value, grads.ffn_value)
-        step.activation_backward("ReluSquared", dhidden, self.hidden)
+        step.relu_squared(self.hidden, dhidden)
         dmixed = step.product_backward(dhidden, self.mixed, layer.ffn_key, grads.ffn_key)
         return InputGradients(dmixed=dmixed, maa=layer.ffn_mix, maa_out=grads.ffn_mix, previous_xx=self.previous_xx)
 

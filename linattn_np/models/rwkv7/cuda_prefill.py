@@ -10,6 +10,7 @@ import numpy as np
 
 from ...backends.cupy import rwkv7_model_kernels as kernels
 from ...backends.cupy.plan import FLOAT32
+from ...backends.cupy.rwkv6_model_kernels import LowActivations
 from ...declarations import RWKV7
 from ..rwkv import cuda_prompts
 
@@ -54,8 +55,10 @@ class MixOperations(cuda_prompts.MixOperations):
         mixed = self.shift_mix(layer, "ln1", "mix", x, shift)[0]
         v, k, r = self.product(layer, "vkr", mixed[3:])
         low = self.product(layer, "down", mixed[:4])
-        activations, count = kernels.LowActivations(self.dtype), low[0].size  # of one of the four
-        self.draft.launch(activations, activations.blocks(count), low=low, count=count)
+        # as one row: tanh of w's, which come first, and sigmoid of g's, which come third
+        activations, size = LowActivations(self.dtype), low[0].size
+        columns = {"columns": low.size, "tanh_end": size, "sigmoid_begin": 2 * size, "sigmoid_end": 3 * size}
+        self.draft.launch(activations, activations.blocks(low.size), y=low, count=low.size, **columns)
         high, o = mixed[:4], mixed[4]  # in the memory of mixes that both products have read by now
         self.draft.product(layer.up.swapaxes(1, 2), low, high)
         # `Keys`, an instance by N, makes w, a and b of the logits of the decay, the rate and the share, in place: high
