@@ -328,7 +328,7 @@ def of_training():
         ):
             yield cls(T)
         for head in product(training.OfHeads.WIDTHS, (False, True)):
-            yield from (cls(T, *head) for cls in (training.KeysForward, training.KeysBackward))
+            yield training.KeysBackward(T, *head)
             yield from (training.GatedNormBackward(T, *head, bonus) for bonus in (False, True))
         for threads in training.WIDTHS:
             yield from (cls(T, threads) for cls in (training.MixBackward, training.LogDecayBackward))

@@ -1,14 +1,17 @@
-// what      RWKV-7's time mix in prompts: the recurrence's log decay w, key k, vectors a and b and value v of each
-//           token, from its products.
-// math      w = -exp(-1/2) sigmoid(base_w + w);  rate = sigmoid(base_a + rate_logits), the paper's a, the in-context
-//           learning rate;  v += (first - v) sigmoid(base_v + share_logits), first being the first layer's v;
-//           kappa = k removal / |k removal| over each head;  a = -kappa;  b = kappa rate;
-//           k = k (1 + (rate - 1) replacement). removal and replacement are the paper's xi and alpha
-// shapes    k v w rate_logits share_logits first a b [T, H, N], k, v and w in place, a and b perhaps in that of the
-//           logits; bases [3, H, N] of w, a, v; removal replacement [H, N]. In the first layer the bases of v are -inf:
-//           v stays as it is and is stored in `first`, which the other layers read
-// grid      rwkv7/cuda_prefill.py launches 64 / WIDTH lanes a (token, head), a lane GROUPS groups of WIDTH neighbouring
-//           channels; 128 threads. If the grid does not have all tokens, blocks go on with later ones (LaneOfHead)
+// what      RWKV-7's time mix in prompts and in training: the recurrence's log decay w, key, vectors a and b and value
+//           mixed_v of each token, from its products.
+// math      w = -exp(-1/2) sigmoid(base_w + decay_logits);  icl = sigmoid(base_a + icl_logits), the in-context learning
+//           rate, the paper's a;  mixed_v = v + (first_v - v) sigmoid(base_v + value_logits), first_v being the first
+//           layer's v;  kappa = k removal / max(|k removal|, LEAST_NORM), the norm over each head;  a = -kappa;
+//           b = kappa icl;  key = k (1 + (icl - 1) replacement). removal and replacement: the paper's xi and alpha
+// shapes    k v ..._logits first_v w key mixed_v a b [T, H, N]; bases [3, H, N] of w, a, v; removal replacement [H, N].
+//           Each of w, key, mixed_v, a and b may be an array that is read, but for first_v: a lane loads all numbers of
+//           a channel before it stores one there. The first layer's v stays as it is. In prompts the bases of v are
+//           -inf there, and v is stored in first_v, which the other layers read; in training value_logits, first_v and
+//           mixed_v are null there, and bases [2, H, N]
+// grid      rwkv7/cuda_grad.py and rwkv7/cuda_prefill.py launch 64 / WIDTH lanes a (token, head), a lane GROUPS groups
+//           of WIDTH neighbouring channels; 128 threads. If the grid does not have all tokens, blocks go on with later
+//           ones (LaneOfHead)
 // numerics  float32, rounded once
 // source    Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N a multiple of WIDTH, up to 64 GROUPS; for WIDTH 8 arrays start on 16 bytes
@@ -22,12 +25,15 @@
 //   sigmoid_for<X>: the sigmoid, as accurate as results of type X need; sum_over_lanes: over a head's lanes
 
 template <typename X> struct Args {
-  X* k;
-  X* v;
+  const X* k;
+  const X* v;
+  const X* decay_logits;
+  const X* icl_logits;
+  const X* value_logits;
+  X* first_v;
   X* w;
-  const X* rate_logits;
-  const X* share_logits;
-  X* first;
+  X* key;
+  X* mixed_v;
   X* a;
   X* b;
   const float* bases;
@@ -59,38 +65,40 @@ template <typename X, int WIDTH, int GROUPS> __global__ void __launch_bounds__(T
     return to;
   };
   const Parameters of_first_group = load_parameters(0);  // those of other groups would take too many registers
-  const bool is_first_layer = args.bases[2 * args.H * N] < -3e38f;
+  const bool is_first_layer = !args.value_logits || args.bases[2 * args.H * N] < -3e38f;
+  X* const to_v = is_first_layer ? args.first_v : args.mixed_v;  // null in training's first layer
 #pragma unroll 1
   for (; lane.some_head_is_below(args.token_heads); lane.go_on()) {
     const i64 first = lane.token_head * N + lane.channel;  // of [T, H, N]
     const int channels = lane.token_head < args.token_heads ? N - lane.channel : 0;
-    float removed[GROUPS][WIDTH], rate[GROUPS][WIDTH], squares = 0.f;
+    float removed[GROUPS][WIDTH], icl[GROUPS][WIDTH], squares = 0.f;
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n) {
       const int j = CHANNELS_APART * n;
       if (j >= channels) continue;
       const i64 index = first + j;
-      float k[WIDTH], v[WIDTH], w[WIDTH], share[WIDTH], first_v[WIDTH] = {};
+      float k[WIDTH], v[WIDTH], w[WIDTH], share[WIDTH] = {}, first_v[WIDTH] = {};
       load_group(k, args.k + index);
       load_group(v, args.v + index);
-      load_group(w, args.w + index);
-      load_group(rate[n], args.rate_logits + index);
-      load_group(share, args.share_logits + index);
-      if (!is_first_layer) load_group(first_v, args.first + index);
-      else store_group(args.first + index, v);
+      load_group(w, args.decay_logits + index);
+      load_group(icl[n], args.icl_logits + index);
+      if (!is_first_layer) {
+        load_group(share, args.value_logits + index);
+        load_group(first_v, args.first_v + index);
+      }
       const Parameters parameters = n == 0 ? of_first_group : load_parameters(n);
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i) {
         w[i] = -DECAY_SCALE * sigmoid_for<X>(parameters.w[i] + w[i]);
-        rate[n][i] = sigmoid_for<X>(parameters.a[i] + rate[n][i]);
+        icl[n][i] = sigmoid_for<X>(parameters.a[i] + icl[n][i]);
         removed[n][i] = k[i] * parameters.removal[i];
         squares += removed[n][i] * removed[n][i];
-        k[i] *= fmaf(rate[n][i] - 1.f, parameters.replacement[i], 1.f);
-        v[i] = fmaf(first_v[i] - v[i], sigmoid_for<X>(parameters.v[i] + share[i]), v[i]);
+        k[i] *= fmaf(icl[n][i] - 1.f, parameters.replacement[i], 1.f);
+        if (!is_first_layer) v[i] = fmaf(first_v[i] - v[i], sigmoid_for<X>(parameters.v[i] + share[i]), v[i]);
       }
       store_group(args.w + index, w);
-      store_group(args.k + index, k);
-      if (!is_first_layer) store_group(args.v + index, v);
+      store_group(args.key + index, k);
+      if (to_v) store_group(to_v + index, v);
     }
     const float inverse_norm = 1.f / fmaxf(sqrtf(sum_over_lanes<lane.LANES>(squares)), LEAST_NORM);
 #pragma unroll
@@ -101,7 +109,7 @@ template <typename X, int WIDTH, int GROUPS> __global__ void __launch_bounds__(T
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i) {
         const float kappa = removed[n][i] * inverse_norm;
-        a[i] = -kappa, b[i] = kappa * rate[n][i];
+        a[i] = -kappa, b[i] = kappa * icl[n][i];
       }
       store_group(args.a + first + j, a);
       store_group(args.b + first + j, b);

@@ -14,9 +14,9 @@
 // numerics  float32, rounded once; the variance from centred values; sums always in the same order
 // source    Peng et al., 2024, "Eagle and Finch", eq. 19; Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    N even, up to 8 LANES; a multiple of 8 if ALIGNED
-#include "training_keys.cuh"
+#include "training_heads.cuh"
 
-// From training_keys.cuh:
+// From training_heads.cuh:
 //   THREADS = 128
 //   HeadLanes: the lanes of a head. j: a lane's first channel; inside(): whether j < N. load gives the lane's eight
 //     channels, 0 beyond N; store leaves out those beyond N: both only for lanes inside. sum: over the head's lanes

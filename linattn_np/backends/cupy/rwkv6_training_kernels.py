@@ -163,30 +163,15 @@ class OfHeads(Kernel):
         return ceil_div(self.LANES * heads, self.threads)
 
 
-# RWKV-7's products of the time mix and the parameters that make keys of them; arrays by name.
-KEYS = members(
-    "pointers k v decay_logits icl_logits value_logits first_v decay_base icl_base value_base removal replacement"
-)
-
-
-class KeysForward(OfHeads):
-    """The arguments of RWKV-7's recurrence: w, key, a and b, and the value mixed with the first layer's."""
-
-    file = "training/keys_forward"
-    arguments = (*structs("keys", None, KEYS), *members("pointers w key mixed_v a b, int64s tokens H N"))
-
-
 class KeysBackward(OfHeads):
-    """The gradients of `KeysForward`, and those of r, the key and the value through the bonus."""
+    """The gradients of `rwkv7_model_kernels.Keys`, and those of r, the key and the value through the bonus."""
 
     file = "training/keys_backward"
-    arguments = (
-        *structs("keys", None, KEYS),
-        *members(
-            "pointers r gate dgated bonus scores r_gradient w_gradient key_gradient v_gradient a_gradient b_gradient "
-            "first_v_gradients dr dk dv decay_logits_gradient icl_logits_gradient value_logits_gradient parts, "
-            "int64s tokens H N tokens_per_block later_layers"
-        ),
+    arguments = members(
+        "pointers k v decay_logits icl_logits, pointers? value_logits first_v, pointers bases removal replacement "
+        "r gate dgated bonus scores r_gradient w_gradient key_gradient v_gradient a_gradient b_gradient "
+        "first_v_gradients dr dk dv decay_logits_gradient icl_logits_gradient, pointers? value_logits_gradient, "
+        "pointers parts, int64s tokens H N tokens_per_block later_layers"
     )
     constants = (("BLOCKS<{T}>", "blocks_per_multiprocessor"),)
     PARAMETERS: ClassVar[tuple[str, ...]] = ("decay", "icl", "value", "removal", "replacement")  # in `parts`

@@ -97,11 +97,12 @@ class DecodeOne(rwkv6.DecodeFew):
 
 
 class Keys(rwkv6.HeadKernel):
-    """For prompts: the operator's w, k, a, b and value, from the time mix's products. Those of low rank, whose bases
-    are `bases`, are the logits of the decay (in `w`), of the learning rate and of the share of the first layer's
-    value."""
+    """For prompts and training: the operator's w, k (`key`), a, b and v (`mixed_v`), from the time mix's products.
+    Those of low rank, to which `bases` are added, are the logits of the decay, of the in-context learning rate and of
+    the share of the first layer's value, `first_v`. Training's first layer has no such share."""
 
     file = "rwkv7/keys"
     arguments = members(
-        "pointers k v w rate_logits share_logits first a b bases removal replacement, int64s token_heads H N"
+        "pointers k v decay_logits icl_logits, pointers? value_logits first_v, pointers w key, pointers? mixed_v, "
+        "pointers a b bases removal replacement, int64s token_heads H N"
     )

@@ -278,8 +278,8 @@ class TrainingStep:
             self.tokens_at(0, normed)[:, self.D :] = d
 
     def relu_squared(self, y, dy=None):
-        """relu(y)^2, in place. With `dy` the pullback, also in place: y is then what `relu_squared` has returned. Returns
-        the array that it overwrites."""
+        """relu(y)^2, in place. With `dy` the pullback, in place, too: y is then what `relu_squared` has returned.
+        Returns the array that it overwrites."""
         kernel = ReluSquared(self.dtype, self.dtype)
         self.run_kernel(kernel, kernel.blocks(y.size), x=y, y=y, dy=dy, count=y.size)
         return y if dy is None else dy

@@ -18,6 +18,7 @@ from itertools import accumulate
 from ...backends.cupy import rwkv6_training_kernels as kernels
 from ...backends.cupy.arithmetic import ceil_div
 from ...backends.cupy.plan import FLOAT32
+from ...backends.cupy.rwkv7_model_kernels import Keys
 from ...ops.functions import rwkv7
 from ..rwkv import cuda_grad
 from ..rwkv.cuda_grad import Change, InputGradients, Mix, transposed
@@ -171,11 +172,12 @@ class TimeMix(Mix):
 
     def recurrence_arguments(self):
         """The recurrence's w, key, value, a and b [tokens, D]."""
-        step, kernel = self.step, kernels.KeysForward.fitting(self.step.dtype, self.N)
+        step, kernel = self.step, Keys.fitting(self.step.dtype, self.N)
         w, key, a, b = (step.empty(*self.k.shape) for _ in range(4))
         mixed_v = step.empty(*self.v.shape) if "value" in self.high else None
         results = {"w": w, "key": key, "mixed_v": mixed_v, "a": a, "b": b}
-        self.run_kernel(kernel, kernel.blocks(step.tokens * self.H), keys=self.keys(), **results)
+        blocks = kernel.blocks(step.tokens, self.H)
+        self.run_kernel(kernel, blocks, **self.keys(), **results, token_heads=step.tokens * self.H)
         return w, key, self.v if mixed_v is None else mixed_v, a, b
 
     def recurrence_arguments_backward(self, dgated, scores, pulled, dhigh, grads):
@@ -186,8 +188,8 @@ class TimeMix(Mix):
         dhigh : {group: its array, or stack of two}; that of "gate" is not used
         """
         step, kernel = self.step, kernels.KeysBackward.fitting(self.step.dtype, self.N)
-        summed = [name for name in kernel.PARAMETERS if hasattr(grads, name)]  # the first layer has no "value"
-        parts, (dr, dw, dkey, dmixed_v, da, db) = step.partial_sums(kernel, len(summed), self.H), pulled
+        parameter_gradients, (dr, dw, dkey, dmixed_v, da, db) = self.parameters_of(grads), pulled
+        parts = step.partial_sums(kernel, len(parameter_gradients), self.H)
         dkvr = step.empty(3, *dmixed_v.shape)
         by_name = dict.fromkeys(("decay", "icl", "value"))  # the first layer's "value" stays None
         for group, gradient in dhigh.items():
@@ -196,7 +198,7 @@ class TimeMix(Mix):
         self.run_kernel(
             kernel,
             kernel.blocks(len(parts) * self.H),
-            keys=self.keys(),
+            **self.keys(),
             r=self.r,
             gate=self.high["gate"],
             dgated=dgated,
@@ -216,11 +218,17 @@ class TimeMix(Mix):
             **{f"{name}_logits_gradient": gradient for name, gradient in by_name.items()},
             parts=parts,
         )
-        # The gradients of these parameters are neighbours in the vector of `Layout`, in the order of PARAMETERS.
-        first, *others = (step.device.pointer(getattr(grads, name)) for name in summed)
-        assert others == [first + 4 * step.D * n for n in range(1, len(summed))]
-        step.sum(parts, step.device.view(grads.decay, (len(summed), step.D), (4 * step.D, 4), FLOAT32, 0))
+        step.sum(parts, parameter_gradients)
         return dkvr
+
+    def parameters_of(self, weights):
+        """A view [5, D] of the parameters PARAMETERS of `weights`, a layer or its gradients: neighbours in the vector
+        of `Layout`, in this order. The first layer has no "value", and its view is [4, D]."""
+        device, D = self.step.device, self.step.D
+        arrays = [getattr(weights, name) for name in kernels.KeysBackward.PARAMETERS if hasattr(weights, name)]
+        first, *others = map(device.pointer, arrays)
+        assert others == [first + 4 * D * n for n in range(1, len(arrays))]
+        return device.view(arrays[0], (len(arrays), D), (4 * D, 4), FLOAT32, 0)
 
     def first_v_gradients(self):
         """The gradients of the first layer's v: the array for this layer's, or all of them for the first layer. It is
@@ -241,14 +249,12 @@ class TimeMix(Mix):
         """Its `bonus`."""
         return self.r, self.key, self.mixed_v, self.layer.bonus
 
-    def keys(self):
-        """The argument `kernels.KEYS`: one struct of addresses, null where the layer has no such array."""
-        step, layer, first_v = self.step, self.layer, self.step.first_v if "value" in self.high else None
-        arrays = {"k": self.k, "v": self.v, "first_v": first_v}
+    def keys(self) -> dict:
+        """What the kernels `Keys` and `KeysBackward` read of the forward pass, by their arguments' names."""
+        layer, arrays = self.layer, {f"{name}_logits": array for name, array in self.high.items() if name != "gate"}
+        arrays |= {"k": self.k, "v": self.v, "first_v": self.step.first_v if "value" in self.high else None}
         arrays |= {"removal": layer.removal, "replacement": layer.replacement}
-        for name in ("decay", "icl", "value"):
-            arrays |= {f"{name}_logits": self.high.get(name), f"{name}_base": getattr(layer, name, None)}
-        return [{name: kernels.address(step.device, array) for name, array in arrays.items()}]
+        return arrays | {"bases": self.parameters_of(layer)}  # which begin with the bases of decay, icl and value
 
     def run_kernel(self, kernel, blocks, **args):
         """`TrainingStep.run_kernel`, with the sizes of heads."""

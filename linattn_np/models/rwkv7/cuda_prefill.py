@@ -46,8 +46,8 @@ class MixOperations(cuda_prompts.MixOperations):
 
     @staticmethod
     def carried(decoder, T):
-        """`first`: the first layer's value, which that layer writes and the others read."""
-        return {"first": ((T, decoder.sizes["D"]), decoder.dtype)}
+        """`first_v`: the first layer's value, which that layer writes and the others read."""
+        return {"first_v": ((T, decoder.sizes["D"]), decoder.dtype)}
 
     def time_mix(self, layer, x, shift, wkv):
         T, (H, N) = self.T, (self.sizes[axis] for axis in "HN")
@@ -65,9 +65,9 @@ class MixOperations(cuda_prompts.MixOperations):
         # is w a g v, and v's part, the share's logits, becomes b. In place it also changes k by the rate, and v by the
         # share. bases: w0, a0 and v0, which are added to the logits; removal, replacement and bonus: `weights.LAYER`
         keys, (w, a, gate, b) = kernels.Keys.fitting(self.dtype, N), high
-        operands = {"k": k, "v": v, "w": w, "rate_logits": a, "share_logits": b, "a": a, "b": b}
-        operands |= {"first": self.arrays.first, "bases": layer.bases}
-        operands |= {"removal": layer.removal, "replacement": layer.replacement}
+        operands = {"k": k, "v": v, "decay_logits": w, "icl_logits": a, "value_logits": b, "bases": layer.bases}
+        operands |= {"removal": layer.removal, "replacement": layer.replacement, "first_v": self.arrays.first_v}
+        operands |= {"w": w, "key": k, "mixed_v": v, "a": a, "b": b}
         self.draft.launch(keys, keys.blocks(T, H), **operands, token_heads=T * H)
         self.recurrent(RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
         self.gated_norm_to(o, layer, o, gate, r=r, k=k, v=v, bonus=layer.bonus)  # k and v as `Keys` has changed them

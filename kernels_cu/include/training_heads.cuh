@@ -1,26 +1,7 @@
-// what      RWKV-7's time mix in a training step: the arrays and functions that `keys_forward` and its gradient share.
+// what      Heads in a training step: lanes that compute a head's gradients, token after token.
 #include "training.cuh"
 
 constexpr int THREADS = 128;
-constexpr float DECAY = 0.6065306597126334f;  // exp(-1/2): a token's log decay is -DECAY to 0
-constexpr float LEAST_NORM = 1e-12f;          // |k removal| counts as at least this
-
-// Products of the time mix, k to value_logits, and the first layer's values first_v [tokens, H, N]; parameters, from
-// decay_base on, [H, N]. training/keys_forward.cu says what they are; the first layer has no value_logits, first_v and
-// value_base: null.
-template <typename T> struct Keys {
-  const T* k;
-  const T* v;
-  const T* decay_logits;
-  const T* icl_logits;
-  const T* value_logits;
-  const T* first_v;
-  const float* decay_base;
-  const float* icl_base;
-  const float* value_base;
-  const float* removal;
-  const float* replacement;
-};
 
 // The lanes of a head of N channels: LANES neighbouring lanes of a warp, of which each has eight neighbouring channels,
 // from channel `j` on; those with j >= N have none, so that N is at most 8 LANES. ALIGNED: N is a multiple of 8; else N
@@ -66,6 +47,3 @@ template <int LANES> __device__ __forceinline__ HeadTokens head_tokens(i64 token
             begin = block * tokens_per_block;
   return {task % H, block, begin, begin + tokens_per_block < tokens ? begin + tokens_per_block : tokens};
 }
-
-// key / k, the share of the key that is written: 1 + (icl - 1) replacement.
-__device__ __forceinline__ float kept(float icl, float replacement) { return 1.f - (1.f - icl) * replacement; }
