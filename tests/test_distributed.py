@@ -188,6 +188,12 @@ def test_results_and_gradients(variant, packed, ranks, rng):
     call.compare(call.by_ranks(LENGTHS[ranks]), call.exactly())
 
 
+@pytest.mark.parametrize("variant", ["delta_rule", "gated_delta_rule", "kda"])
+def test_an_option_of_some_operators(variant, rng):
+    call = Call(variant, rng, qk_l2norm=True)
+    call.compare(call.by_ranks(LENGTHS[3]), call.exactly())
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_ways_round(variant, packed, rng):

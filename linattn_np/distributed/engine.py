@@ -16,6 +16,7 @@ from ..messages import shown
 LIMIT_S = 600.0  # how long a rank waits for the others by default, as torch.distributed does with NCCL
 LIMITS_S = 1e-3, 1e9  # the shortest and the longest time limit: torch takes milliseconds, and 0 as no limit
 
+# The format of messages between processes, which all run one version of this package.
 HEAD = np.dtype([("nbytes", "<i8"), ("begins", "<i8"), ("number", "<i8"), ("operation", "S72")])
 FRAME = 256  # bytes of a message's first part: its head, then the message itself if it fits
 ROOM = FRAME - HEAD.itemsize
@@ -40,6 +41,9 @@ class Engine(Protocol):
 
     Every rank calls the same methods in the same order. Arrays are contiguous. An engine may read an array that it is
     given until the function that `all_gather` returned has been called. Work on a device is enqueued without waiting.
+
+    An engine may also have `begin(operation)`, which gets the name of what its next messages belong to; `launched()`
+    and `all_mean(x)`, as `Nccl` has them; and, for the command line, `abandon()`: its rank fails, the others must end.
     """
 
     rank: int
@@ -169,7 +173,7 @@ class HostEngine:
             message[:] = frame[HEAD.itemsize :][: message.nbytes]
 
     def frame(self, message):
-        """The first part of a message."""
+        """The first part of a message: once for each, since the next one is no longer the operation's first."""
         frame = np.zeros(FRAME, np.uint8)
         head = message.nbytes, self.is_first_message, self.number, self.operation.encode()
         frame[: HEAD.itemsize] = np.array([head], HEAD).view(np.uint8)
@@ -179,9 +183,10 @@ class HostEngine:
         return frame
 
     def compare(self, frames):
-        """Raises Disagreement on every rank if the ranks are in different operations.
+        """Raises Disagreement on every rank if messages differ in length, or if some begin an operation and others not.
 
-        Ranks that all begin an operation compare more of it in their messages: see `call_comparison`.
+        Names and numbers of operations serve the error alone. Ranks that begin different operations find that out from
+        their messages: see `call_comparison`.
         """
         heads = read_heads(frames)
         if len({(nbytes, begins) for nbytes, begins, *_ in heads}) == 1:
@@ -254,7 +259,7 @@ def ranks_in_words(ranks):
 
 
 def check_limit(where, limit_s):
-    """ContractError if a time limit is none of LIMITS_S."""
+    """ContractError unless a time limit is from LIMITS_S[0] to LIMITS_S[1]."""
     least, most = LIMITS_S
     if not (is_real(limit_s) and least <= limit_s <= most):
         raise ContractError(f"{where}: limit_s is {shown(limit_s)}, expected seconds, from {least:g} to {most:g}")

@@ -20,12 +20,9 @@ from .engine import Engine
 from .recurrence import MessageLayout, Recurrence, at_least_float32
 from .sequence_cut import Cut
 
-# How to compute: options that every segment's call gets. `Op.bind` checks all but "backend".
-BOUND_COMPUTE_OPTIONS = ("mode", "chunk_size", "materialize", "precision")
-COMPUTE_OPTIONS = (*BOUND_COMPUTE_OPTIONS, "backend")
-OPERATOR_OPTIONS = ("gamma", "feature_map", "normalize")  # options that only some operators have
-# Options that are checked with the whole call. `RankCall` applies them, or passes on their checked values.
-CHECKED_OPTIONS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
+# Arguments that `RankCall` applies itself, or passes on with other values. A segment's call gets the others unchanged.
+OF_SEQUENCES = ("cu_seqlens", "initial_state", "mask")  # `check` compares these with the tokens of all ranks
+APPLIED = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype", *OF_SEQUENCES)
 ENGINES: WeakSet[type] = WeakSet()  # classes known to be engines: the check takes a fifth of the host's time of a call
 
 cached_cut = lru_cache(64)(Cut)
@@ -59,6 +56,7 @@ class RankCall:
     def __init__(self, op, inputs, *, comm, segment_size, gradient=False, **arguments):
         self.comm, self.segment_size, self.gradient, self.arguments = comm, segment_size, gradient, arguments
         self.declared, inputs = op.fitting(inputs)
+        self.options = {name: value for name, value in arguments.items() if name not in APPLIED}  # of segments' calls
         if not is_engine(comm):
             self.declared.refuse(
                 "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
@@ -74,8 +72,6 @@ class RankCall:
         self.recurrence = Recurrence(self.declared, self.problem)
         self.rows_per_sequence = 1 if self.packed else self.problem.sizes["B"]
         self.sequences = len(self.bounds) - 1 if self.packed else 1
-        options = (*COMPUTE_OPTIONS, *OPERATOR_OPTIONS)  # of every segment's call
-        self.options = {name: arguments[name] for name in options if name in arguments}
         self.options |= {"scale": self.problem.scale, "reverse": self.problem.reverse}
 
     # -- checks -------------------------------------------------------------------------------------------------------
@@ -84,8 +80,8 @@ class RankCall:
 
         `needs_values`: whether these values are needed. They are not if the ranks have agreed on an equal call earlier.
         """
-        arguments, names = self.arguments, (*BOUND_COMPUTE_OPTIONS, *OPERATOR_OPTIONS, *CHECKED_OPTIONS)
-        options = {name: arguments[name] for name in names if name in arguments}
+        arguments = self.arguments
+        options = {name: value for name, value in arguments.items() if name not in ("backend", *OF_SEQUENCES)}
         problem = self.declared.bind(inputs, as_given=True, gradient=self.gradient, **options)
         if needs_values:  # if no backend can compute the call, no rank begins
             choose(problem, arguments["backend"])
@@ -126,7 +122,6 @@ class RankCall:
         """{name for an error: value} of all that must be the same on all ranks: what decides which messages are sent,
         and what a segment computes. How a rank passes its arrays (layout, order of a state's axes, out) and in which
         dtype it gets states may differ."""
-        arguments = self.arguments
         shared = {"a gradient": self.gradient, "the size of segments": self.segment_size}
         shared |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"}
         shared |= {"the heads of v": sizes["H"] * problem.groups}
@@ -139,8 +134,7 @@ class RankCall:
             "output_final_state": problem.output_final_state,
             "cu_seqlens": None if bounds is None else bounds.tolist(),
         }
-        options = (*COMPUTE_OPTIONS, *OPERATOR_OPTIONS)  # but gamma, whose logarithm is compared below
-        shared |= {name: arguments[name] for name in options if name in arguments and name != "gamma"}
+        shared |= {name: value for name, value in self.options.items() if name != "gamma"}
         if "log_decay" in problem.options:
             shared["log(gamma)"] = problem.options["log_decay"].tolist()
         return shared
