@@ -310,6 +310,7 @@ __global__ void __launch_bounds__(
     delta_backward_states(const Args<T> args) {
   static_assert(BK <= 128 || OF == BOTH, "only rules of at most 128 channels keep what they prepare");
   auto& s = *reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OF, OUTPUTS>*>(dynamic_smem());
+  static_assert(sizeof s == STAGES * sizeof(Shared<T, BK, BV, TWO_WRITES, 1, OF, OUTPUTS>), "as the host adds them up");
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const u32 forward_blocks = u32(shape.B * shape.row_sequences * shape.H) * tiles;

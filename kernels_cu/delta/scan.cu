@@ -74,6 +74,8 @@ __global__ void __launch_bounds__(2 * BV / tiles_of_warp<T, BK>(OUTPUTS),
   constexpr int N = tiles_of_warp<T, BK>(OUTPUTS), THREADS = 2 * BV / N;  // a warp has N times 16 columns
   using OwnStage = Stage<T, BK, BV, TWO_WRITES, OUTPUTS>;
   auto& stages = reinterpret_cast<Shared<T, BK, BV, TWO_WRITES, STAGES, OUTPUTS>*>(dynamic_smem())->stages;
+  static_assert(sizeof stages == STAGES * sizeof(Shared<T, BK, BV, TWO_WRITES, 1, OUTPUTS>),
+                "as the host adds them up");
   const Shape& shape = args.shape;
   const u32 value_tiles = u32(shape.V + BV - 1) / BV, tiles = value_tiles + (OUTPUTS ? 0 : u32(shape.K + BV - 1) / BV);
   const BlockOfWalk<FORWARDS, OUTPUTS, BK, BV> block(shape, u32(args.P), blockIdx.x, value_tiles, tiles, args.initial,

@@ -98,7 +98,7 @@ class Walk(ChunkKernel, TiledKernel):
     """The base of walks from chunk to chunk, which read what `DeltaPrepare` or a kernel like it has prepared."""
 
     CHUNK: ClassVar[int] = 32
-    shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {outputs}>",)
+    PREPARED: ClassVar[str]  # the C++ type of a prepared chunk
     dtype: np.dtype
     BK: int
     BV: int
@@ -140,16 +140,26 @@ class Walk(ChunkKernel, TiledKernel):
         return kernel if fits else replace(kernel, stages=min(2, self.stages))
 
     @property
+    def shared_types(self):
+        """That of one stage, as often as there are stages."""
+        return super().shared_types * self.stages
+
+    @property
     def prepared_bytes(self) -> int:
-        """Bytes of one prepared chunk. Shared memory consists of `stages` such chunks, each with its v."""
-        # Wrong without outputs: shared memory then lacks what the kernel does not read.
-        return self.shared_bytes // self.stages - self.CHUNK * self.BV * self.dtype.itemsize
+        """Bytes of one prepared chunk."""
+        return self.bytes_of(self.filled_in(self.PREPARED))
+
+    @property
+    def constants(self):
+        return ((f"sizeof({self.PREPARED})", "prepared_bytes"),)
 
 
 class DeltaScan(Walk):
     """The forward walk: o and the final states."""
 
     file = "delta/scan"
+    PREPARED = "Prepared<{dtype}, {BK}, {two_writes}>"
+    shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, 1, {outputs}>",)
     arguments = members(
         "strided v, strided? o initial final, pointers? starts F, pointers prepared, shape, int64s P, float64s scale, "
         "int64s bytes"
@@ -168,9 +178,8 @@ class DeltaBackwardStates(Walk):
         "pointers? chunk_states state_gradients starts F, pointers prepared, shape, int64s P, float64s scale, "
         "int64s bytes"
     )
-    shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, {stages}, {of}, {outputs}>",)
-    constants: ClassVar[tuple] = (("sizeof(Matrix<bf16>)", "MATRIX_BYTES"), ("sizeof(Matrix<single>)", "MATRIX_BYTES"))
-    MATRIX_BYTES: ClassVar[int] = 5120
+    PREPARED = "PreparedForGradients<{dtype}, {BK}, {two_writes}>"
+    shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, 1, {of}, {outputs}>",)
     DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "ONLY_FORWARDS", "ONLY_BACKWARDS")  # the possible `of`
     # "ONLY_FORWARDS": in a call that keeps what its pullback will read; it then writes o and the final states, too.
     of: str = DIRECTIONS[0]
@@ -183,12 +192,6 @@ class DeltaBackwardStates(Walk):
     @property
     def only_backwards(self):
         return self.of == self.DIRECTIONS[2]
-
-    @property
-    def prepared_bytes(self) -> int:
-        # Shared memory is for the walk backwards, which does not read the one or two residual matrices. Wrong without
-        # outputs, and for `of` "ONLY_FORWARDS".
-        return super().prepared_bytes + (1 + self.two_writes) * self.MATRIX_BYTES
 
     @staticmethod
     def padded_columns(V) -> int:

@@ -97,9 +97,13 @@ class Kernel:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of dynamic shared memory per block: the sum over the types in `shared_memory`."""
+        """Bytes of dynamic shared memory per block: the sum over `shared_types`."""
+        return sum(map(self.bytes_of, self.shared_types))
+
+    def bytes_of(self, cpp_type) -> int:
+        """The size of a type of the kernel's file."""
         try:
-            return sum(struct_sizes()[self.file][name] for name in self.shared_types)
+            return struct_sizes()[self.file][cpp_type]
         except KeyError:
             missing = f"{SHARED_MEMORY} lacks {self.expression}: run python tests/shared_memory.py"
             raise LookupError(missing) from None
