@@ -102,8 +102,8 @@ __device__ __forceinline__ void put_border32(const WarpChannels<T, G, PRODUCTS, 
 }
 
 // Sets sub_decays[octet], the products of decays over each sub-chunk. Returns, to all lanes alike, in bit m whether a
-// gate of block m exceeds GROWTH or is NaN, which max_nan keeps: pairs within its sub-chunks are then summed one by one,
-// not by way of the sub-chunk's middle.
+// gate of block m exceeds GROWTH or is NaN, which max_nan keeps: then pairs within its sub-chunks are summed one by
+// one, not by way of the sub-chunk's middle.
 template <typename T, typename G, int PRODUCTS, class Columns>
 __device__ __forceinline__ u32 growing_blocks(const WarpChannels<T, G, PRODUCTS, Columns>& channels,
                                               float (&sub_decays)[2][NUM_SUBCHUNKS]) {

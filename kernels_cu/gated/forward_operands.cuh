@@ -13,8 +13,8 @@
 //           A chunk of 16 tokens (if operands are floats) is half 0 alone. Only a sub-chunk's middle has queries before
 //           it and keys after it: these are divided by the decay between them and it. For the product with S, queries
 //           are decayed from the chunk's start (tile state_q), and keys to its end (state_k)
-// barriers  those of the callers: gated/forward.cu, as here, gated/wide_operands.cu, value_gate/forward.cu. For each
-//           chunk: fetch_chunk_gates; every thread waits for its own copies; store_span_decays; a barrier: q, k and
+// barriers  the callers' (gated/forward.cu, gated/wide_operands.cu, value_gate/forward.cu). Each does for each chunk:
+//           fetch_chunk_gates; every thread waits for its own copies; store_span_decays; a barrier: q, k and
 //           span_decays are in shared memory, and `grows` is the OR of what store_span_decays returned to the block's
 //           threads; make_operands for each of the warp's shares; a barrier: the operands and the chunk's decay are in
 //           shared memory
@@ -40,7 +40,7 @@
 //                 are, in PRODUCTS<N> products where other operands take N. In general Type is OperandOf<T>::Type,
 //                 Product is T, and PRODUCTS<N> is N. But of bfloat16 data in Schedule SplitChannels (launches each
 //                 have a part of the channels, whose scores may cancel) Type and Product are float, PRODUCTS<N> is 1
-//   Shared::Gate  G, the gates' type. A gate is of one channel: ScalarDecay is Hopper's kernels' alone
+//   Storage::Gate  G, the gates' type; every gate is of one token and one channel
 // From forward_tiles.cuh
 //   OperandOf<T>::Type  the type of other operands in shared memory: bfloat16 of bfloat16 data, else float
 //   operand_value a number as it is stored there
@@ -69,6 +69,7 @@ template <typename T, int BK, int WARPS> struct WarpShare {
   static constexpr int CHANNEL_PARTS = BK == 128 && SPANS < WARPS ? 2 : 1, LANE_CHANNELS = BK / LANES / CHANNEL_PARTS;
   static constexpr int SHARES_PER_WARP = (SPANS * CHANNEL_PARTS + SPANS_AT_ONCE * WARPS - 1) / (SPANS_AT_ONCE * WARPS);
   static_assert(SPANS_AT_ONCE == 1 || (WARPS % 2 == 0 && SHARES_PER_WARP == 1));
+  static_assert(SPAN == 4 && SUB_CHUNK == 2 * SPAN && (SPANS == 4 || SPANS == 8), "bits of `span` name its borders");
   int span, channel_part, channel;
   __device__ __forceinline__ WarpShare(int n) {
     const int thread = opaque(threadIdx.x), lane = thread & 31;  // opaque: computed again, not held in registers
@@ -267,10 +268,10 @@ __device__ __forceinline__ void load_span(Piece<WarpShare::LANE_CHANNELS, T> (&r
   for (int i = 0; i < SPAN; ++i) spot.get(rows[i], tile, coord.span / 2, i);
 }
 
-// Stores a span's rows x, times `factor`, in 8-row group `group` of a tile of Stored (bfloat16 or float). AnySpot:
-// Spot, or, for state_q, PairedSpot, which stores each 8 floats of a row in the order 0 2 4 6 1 3 5 7. A lane loads
-// places t and t + 4 of them, t = lane % 4: columns 2t and 2t + 1, which it also has of S's accumulators. bfloat16
-// numbers have the usual order.
+// Stores a span's rows x, times `factor`, in 8-row group `group` of a tile of Stored (bfloat16 or float), in the rows
+// of that group that the span has in its sub-chunk (spot's row, modulo 8). AnySpot: Spot, or, for state_q, PairedSpot,
+// which stores each 8 floats of a row in the order 0 2 4 6 1 3 5 7. A lane loads places t and t + 4 of them, t = lane %
+// 4: columns 2t and 2t + 1, which it also has of S's accumulators. bfloat16 numbers have the usual order.
 template <typename T, int PRODUCTS, class AnySpot, typename Stored, int LANE_CHANNELS>
 __device__ __forceinline__ void store_span(const AnySpot& spot, Stored* tile, int group,
                                            const float (&x)[SPAN][LANE_CHANNELS],
@@ -284,11 +285,10 @@ __device__ __forceinline__ void store_span(const AnySpot& spot, Stored* tile, in
   }
 }
 
-// Stores middle_q and middle_k: queries decayed from, and keys decayed to, the middle of their sub-chunk. AFTER_MIDDLE:
-// the span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are. The two constants are
-// for callers to pass; within the function its parameter AFTER_MIDDLE hides the constant.
+// Stores middle_q and middle_k: queries decayed from, and keys decayed to, the middle of their sub-chunk. SECOND_SPAN:
+// AFTER_MIDDLE if the span is the sub-chunk's second one; then keys are divided by decays, otherwise queries are.
 constexpr bool AFTER_MIDDLE = true, BEFORE_MIDDLE = false;
-template <class ReadOrder, bool AFTER_MIDDLE, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
+template <class ReadOrder, bool SECOND_SPAN, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
           class WarpShare>
 __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK, BV>& s, const WarpShare& coord,
                                                       const Piece<WarpShare::LANE_CHANNELS, T> (&q)[SPAN],
@@ -304,12 +304,12 @@ __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK,
   for (int c = 0; c < LANE_CHANNELS; ++c) between[c] = inverse_between[c] = 1.f;
 #pragma unroll
   for (int n = 0; n < SPAN; ++n) {
-    const int i = AFTER_MIDDLE ? n : SPAN - 1 - n;
+    const int i = SECOND_SPAN ? n : SPAN - 1 - n;
     float x[LANE_CHANNELS], y[LANE_CHANNELS];
 #pragma unroll
     for (int c = 0; c < LANE_CHANNELS; ++c) {
       const float decay = fmaxf(token_decays[i][c], LEAST_DECAY), qi = q[i].get(c), ki = k[i].get(c);
-      if (AFTER_MIDDLE) {
+      if (SECOND_SPAN) {
         if (!INCLUSIVE) x[c] = qi * between[c];
         between[c] *= decay;
         if (INCLUSIVE) x[c] = qi * between[c];
@@ -332,8 +332,8 @@ __device__ __forceinline__ void store_middle_operands(Shared<Schedule, T, G, BK,
 // Stores s.direct, dot products that no gate multiplies: [0] of a token's own query and key (RWKV-6: times u); [1], in
 // RWKV-6, of a query and the key before it in the span (0, and not used, for a span's first token). One row for each
 // part of the channels: their sum is the score.
-template <class ReadOrder, class Shared, typename T, class WarpShare>
-__device__ __forceinline__ void store_direct_scores(Shared& s, const WarpShare& coord,
+template <class ReadOrder, class Storage, typename T, class WarpShare>
+__device__ __forceinline__ void store_direct_scores(Storage& s, const WarpShare& coord,
                                                     const Piece<WarpShare::LANE_CHANNELS, T> (&q)[SPAN],
                                                     const Piece<WarpShare::LANE_CHANNELS, T> (&k)[SPAN]) {
   constexpr int LANE_CHANNELS = WarpShare::LANE_CHANNELS;
@@ -464,7 +464,8 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
   } else {
     compute_decays();
   }
-  // From here on q and k of the share are overwritten, where state_q and state_k are their memory: read them before.
+  // Where state_q and state_k are the memory of s.q[stage] and s.k[stage], decay_queries overwrites the share's
+  // queries, and decay_keys its keys: all that reads them stands above. (Scores pair by pair read the arrays in memory.)
   const OtherHalfDecay<WarpShare> other(s.span_decays, coord);
   if constexpr (Schedule::has_outputs) decay_queries<ReadOrder, PRODUCTS>(s, stage, coord, token_decays, other, grows);
   decay_keys<PRODUCTS>(s, stage, coord, token_decays, other, grows);
@@ -472,14 +473,14 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
 
 // Stores the decays of the spans whose gates this thread has copied, and computes the token decays if they are kept.
 // Returns whether any_gate_too_large is true of one of its gates.
-template <class WarpShare, int BK, class Shared>
-__device__ __forceinline__ bool store_span_decays(Shared& s, TokenDecays<WarpShare>& decays) {
+template <class WarpShare, int BK, class Storage>
+__device__ __forceinline__ bool store_span_decays(Storage& s, TokenDecays<WarpShare>& decays) {
   bool grows = false;
 #pragma unroll
   for (int n = 0; n < WarpShare::SHARES_PER_WARP; ++n) {
     const WarpShare coord(n);
     if (!coord.exists()) break;
-    Gates<WarpShare::LANE_CHANNELS, typename Shared::Gate> gates;
+    Gates<WarpShare::LANE_CHANNELS, typename Storage::Gate> gates;
     float decay[WarpShare::LANE_CHANNELS];
     load_gates<BK>(gates, s.gates, coord);
     const bool too_large = any_gate_too_large<WarpShare::LANE_CHANNELS>(gates);
@@ -488,7 +489,8 @@ __device__ __forceinline__ bool store_span_decays(Shared& s, TokenDecays<WarpSha
 #pragma unroll
       for (int c = 0; c < WarpShare::LANE_CHANNELS; ++c)
         decay[c] = decays.token[0][c] * decays.token[1][c] * decays.token[2][c] * decays.token[3][c];
-      if (too_large) compute_span_decay<WarpShare::LANE_CHANNELS>(decay, gates);  // the product above may be infinite
+      // The product above, which rounds otherwise than e^sum, may be infinite.
+      if (too_large) compute_span_decay<WarpShare::LANE_CHANNELS>(decay, gates);
     } else {
       compute_span_decay<WarpShare::LANE_CHANNELS>(decay, gates);
     }

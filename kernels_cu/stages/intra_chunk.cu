@@ -32,9 +32,12 @@
 // rows of keys, each of 16 channels. multiply(d, left, right) is d[query, key] += their product over these channels.
 // From intra_decays.cuh: WARP_ROWS = 16 tokens of a warp, SUB_CHUNK = 8; ROW<BK>: the distance of rows in shared
 // memory; WIDTH<T>: how many neighbouring channels a lane has, of a token a Piece<WIDTH, T>. load reads the pieces of
-// all 16 tokens, and zeros if a token or channel does not exist: then the gate's decay is 1; functions of decays take
-// what it read; multiply_sub_chunk multiplies a lane's channels of 8 stored rows by factors; put stores WIDTH floats. A
-// lane's g = lane / 4 and t = lane % 4, but args.g and from.g are gates. c is a channel, in the kernel a chunk.
+// all 16 tokens, and zeros if a token or channel does not exist: then the gate's decay is 1. decay_about_middles,
+// decay_from_starts and decay_to_ends<N> store a lane's channels of 16 queries or keys times their decays from or to a
+// middle, or a border of each N tokens; the last argument of the latter two is set to the decays over the sub-chunks,
+// or over the first N tokens; multiply_sub_chunk multiplies a lane's channels of 8 stored rows by factors; put stores
+// WIDTH floats. A lane's g = lane / 4 and t = lane % 4, but args.g and from.g are gates. c is a channel, in the kernel
+// a chunk. Others: decay_of(gate) = e^gate; shape.NC: chunks of a batch row; AS_STORED: not transposed.
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k;
@@ -46,7 +49,8 @@ template <typename T, typename G> struct Args {
 };
 
 // The warps of a block, and its rows. BK: K rounded up. Two warps if BK is 256: so Shared has 70 KiB (72 if it is
-// 128), and three blocks, the kernel's launch bound, fit in the 228 KiB of Hopper's multiprocessors.
+// 128), and three blocks fit in the 228 KiB of Hopper's multiprocessors.
+constexpr int RESIDENT = 3;  // blocks of a multiprocessor
 template <int BK> constexpr int WARPS = BK > 128 ? 2 : 4;
 template <int BK> constexpr int ROWS = WARPS<BK> * WARP_ROWS;
 
@@ -149,13 +153,13 @@ __device__ __forceinline__ void score_within(float (&within)[2][4], float* q, fl
     __syncwarp();  // queries and keys are stored
     // All 16 queries with all 16 keys about the middles. Only pairs in one sub-chunk are right: within[0][0, 1] and
     // within[1][2, 3]. The end of this function replaces the other numbers.
-    each_16_channels([&](auto& queries, auto& keys) { multiply(within, queries, keys); });
+    each_16_channels([&](auto& left, auto& right) { multiply(within, left, right); });
     __syncwarp();                                  // they have been read
     float sub_chunk_decays[2][W], first_decay[W];  // first_decay: an output that is not used: sub_chunk_decays[0] again
     decay_from_starts<ReadOrder, BK>(q + channel, queries, token_decays, sub_chunk_decays);
     decay_to_ends<SUB_CHUNK, BK>(k + channel, keys, token_decays, first_decay);
     __syncwarp();  // queries and keys for the border after 8 tokens are stored
-    each_16_channels([&](auto& queries, auto& keys) { multiply(border_scores, queries, keys[0]); });
+    each_16_channels([&](auto& left, auto& right) { multiply(border_scores, left, right[0]); });
     __syncwarp();  // they have been read
     // From borders of sub-chunks to borders of the 16 tokens: the second sub-chunk's queries, the first one's keys. A
     // lane multiplies channels that it has stored itself: so no __syncwarp is needed before.
@@ -266,7 +270,8 @@ __device__ __forceinline__ void store_scores(const StridedRows<float>& A, u32 ba
 
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q and k; G: that of g.
 template <class ReadOrder, typename T, typename G, int BK>
-__global__ void __launch_bounds__(32 * WARPS<BK>, 3) stages_intra_chunk(const Args<T, G> args) {
+__global__ void __launch_bounds__(32 * WARPS<BK>, RESIDENT) stages_intra_chunk(const Args<T, G> args) {
+  static_assert(RESIDENT * (sizeof(Shared<BK>) + 1024) <= 228 * 1024, "1024: what a block takes beyond its own");
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 groups = u32(shape.chunk + ROWS<BK> - 1) / ROWS<BK>, NC = u32(shape.NC), H = u32(shape.H);
