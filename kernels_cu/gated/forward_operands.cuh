@@ -465,7 +465,7 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
     compute_decays();
   }
   // Where state_q and state_k are the memory of s.q[stage] and s.k[stage], decay_queries overwrites the share's
-  // queries, and decay_keys its keys: all that reads them stands above. (Scores pair by pair read the arrays in memory.)
+  // queries, and decay_keys its keys: all that reads them stands above. Scores pair by pair read the arrays in memory.
   const OtherHalfDecay<WarpShare> other(s.span_decays, coord);
   if constexpr (Schedule::has_outputs) decay_queries<ReadOrder, PRODUCTS>(s, stage, coord, token_decays, other, grows);
   decay_keys<PRODUCTS>(s, stage, coord, token_decays, other, grows);
