@@ -47,7 +47,7 @@ def check_aliasing(problem, addresses):
 
 
 def compare(problem):
-    """`check_aliasing` of one call, by the addresses of its arrays."""
+    """`check_aliasing` of one call, by the addresses of its arrays: all that a call may have must be named here."""
     option, read = problem.options.get, [*problem.arrays.items()]
     if problem.initial_state is not None:
         read += [("initial_state", part) for part in problem.initial_state]

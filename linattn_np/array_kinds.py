@@ -11,7 +11,7 @@ import numpy as np
 from .cupy_folder import folder_for_cupy
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16)) + (BFLOAT16,)
+FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16)) + (BFLOAT16,)  # that operators accept
 
 DEVICE_ARRAY_TYPES: list[type] = []  # CuPy's ndarray, once `device_array_types` has found that CuPy is imported
 
@@ -65,7 +65,8 @@ def with_numbers_in_memory(x):
 
 
 def from_native(native, library: str, example):
-    """A result as the caller's kind of array, without a copy where that library allows it."""
+    """A result as the caller's kind of array, without a copy where that library allows it. `example`: an array of the
+    caller's, whose namespace makes a result of kind 'dlpack'."""
     if library in ("numpy", "cupy", "cuda"):
         return native
     bfloat16_on_host = isinstance(native, np.ndarray) and native.dtype == BFLOAT16

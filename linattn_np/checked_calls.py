@@ -8,7 +8,8 @@ from .bounded_cache import Cache
 from .layouts import swap_heads
 from .problem import Problem
 
-# Names of arguments, by what a key has of them.
+# Names of arguments, by what a key has of them. Of an argument that is named nowhere the key has the exact value; if
+# its type has none (`exact_key`), the call has no key, and is checked every time.
 ARRAYS = ("initial_state", "state", "pending", "accepted", "out", "mask")  # arrays: their signatures
 INTEGERS = ("cu_seqlens", "cu_seqlens_k", "window", "slots")  # integers: on the host their values, else the signature
 DECAYS = ("gamma",)  # real numbers on the host: their values

@@ -25,7 +25,7 @@ def shown(x) -> str:
     return text if len(text) <= WIDTH else f"{text[:WIDTH]}..."
 
 
-def cast(name: str, dtype, whose: str) -> str:
-    """How an array of kind `whose` is brought into a dtype, as its library writes it."""
+def cast(name: str, dtype, library: str) -> str:
+    """How an array of a library, named as `array_kinds.kind` names it, is brought into a NumPy dtype, in its words."""
     known = {"torch": f"{name}.to(torch.{dtype})", "jax": f"{name}.astype(jnp.{dtype})"}
-    return known.get(whose, f"{name}.astype({str(dtype)!r})")
+    return known.get(library, f"{name}.astype({str(dtype)!r})")

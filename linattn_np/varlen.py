@@ -64,12 +64,13 @@ class Spans:
         return Spans(np.append(starts.ravel(), self.bounds[-1]))
 
     def split_at_ends(self, length: int) -> Spans:
-        """Every sequence as its first `length` tokens, those between, and its last `length`."""
+        """Every sequence, of at least 2 `length` tokens, as its first `length`, those between, and its last
+        `length`."""
         starts, stops = self.bounds[:-1], self.bounds[1:]
         return Spans(np.append(np.column_stack([starts, starts + length, stops - length]).ravel(), self.bounds[-1]))
 
     def split_at(self, length: int) -> Spans:
-        """Every sequence as its first `length` tokens and the rest."""
+        """Every sequence, of at least `length` tokens, as its first `length` and the rest."""
         starts = self.bounds[:-1]
         return Spans(np.append(np.column_stack([starts, starts + length]).ravel(), self.bounds[-1]))
 

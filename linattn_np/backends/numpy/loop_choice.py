@@ -8,21 +8,21 @@ LEAST_ELEMENTS = 1 << 17  # for fewer numbers importing Numba takes longer than 
 
 
 def loops(elements):
-    """The module of loops for a call with so many numbers, or None if NumPy and BLAS compute it."""
+    """The module of loops for a call whose arrays have `elements` numbers, or None if NumPy and BLAS compute it."""
     return module() if elements >= LEAST_ELEMENTS else None
 
 
 def loaded_loops(elements):
-    """`module()` if an earlier call has imported Numba already, else `loops(elements)`."""
+    """`module()` if an earlier call has asked for it, else `loops(elements)`: short calls need not pay the import."""
     return module() if module.cache_info().currsize else loops(elements)
 
 
 @cache
 @signals_held()
 def module():
-    """The module of loops; None if Numba cannot be imported."""
+    """The module of loops; None if Numba cannot be used. A signal that comes during the import waits for its end."""
     try:
-        from ... import numba_cache  # noqa: F401  its ImportError tells why Numba cannot be used
+        from ... import numba_cache  # noqa: F401  before Numba: an ImportError where Numba is missing or unusable
         from . import numba_loops
     except ImportError:
         return None

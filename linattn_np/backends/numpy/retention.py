@@ -1,8 +1,8 @@
 """Retention (Sun et al., 2023, eq. 6).
 
 The arrays of a token are q, k [N, H, K] and v [N, H, V]; `state` is a tuple of one S [N, H, K, V]; dstate and do are
-gradients. From `recurrent`: outer(k, v) = k v^T; read(q, S) = S^T q; `write_and_read_vjp` is the pullback of o = scale
-q^T (D + k v^T) to D, q, k and v.
+gradients. From `recurrent`: outer(k, v) = k v^T; read(q, S) = S^T q; `write_and_read_vjp` is the pullback of S = D + k
+v^T, with D the decayed state, and of o = scale q^T S to D, q, k and v.
 """
 
 import numpy as np
@@ -31,7 +31,8 @@ def step_vjp(problem, state, q, k, v, dstate, do):
 
 
 class Retention(Member):
-    """Retention as one of the gated family (`Member`): the gate is log gamma at every token, one channel wide."""
+    """Retention as one of the gated family (`Member`): the gate is log gamma at every token, one channel wide. It is an
+    option of the call, which has no gradient."""
 
     def __init__(self, problem):
         g = problem.options["log_decay"].astype(problem.compute_dtype)[:, None, None]

@@ -2,8 +2,8 @@
 
 The arrays of a token are q, k [N, H, K], v [N, H, V] and g [N, H]; `state` is a tuple of one S [N, H, K, V]; dstate and
 do are gradients. From `recurrent`: read(q, S) = S^T q; write(problem, S, g, k, v) = exp(g) S + k v^T, where exp(g) gets
-the axes that g lacks, in the memory of S unless a gradient needs S; `write_and_read_vjp` is the pullback of o = scale
-q^T (D + k v^T) to D, q, k and v.
+the axes that g lacks, in the memory of S unless a gradient needs S; `write_and_read_vjp` is the pullback of S = D + k
+v^T, with D the decayed state, and of o = scale q^T S to D, q, k and v.
 """
 
 import numpy as np
