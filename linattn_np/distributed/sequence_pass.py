@@ -30,6 +30,8 @@ from .rank_call import RankCall, parts_of
 class Pass:
     """The steps that the forward and the backward pass have in common.
 
+    Which messages are sent depends on the cut alone, which is the same on all ranks: all must send in one order.
+
     call : this rank's arguments, checked
     comparison : the exchange by which ranks find out whether they make the same call and how many tokens each has
     starting_states : the states [N, ...] before the first token of every row, or None for zeros

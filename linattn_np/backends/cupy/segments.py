@@ -573,12 +573,14 @@ class BackwardCut:
     """How a pullback is computed."""
 
     way: str
-    device: Any
+    device: Any  # for which it was made: TILED makes a cut for each tile
     segments: int = 1  # of every sequence
-    kernels: tuple = ()  # the kernels that compute gradients, in the order of their launches
+    # The kernels that compute gradients, in the order of their launches: SMALL and SHORT have one; HOPPER that of dq
+    # and that of dk and dv, for a shared gate those of `weighted_sums`; PORTABLE that of channels and that of values.
+    kernels: tuple = ()
     summary: Any = None  # the kernel that summarises what a segment does to a state and to the state's gradient
     short: int = 0  # as in `BackwardSegments`
-    blocks: int = 0  # of a launch of each of Hopper's main kernels
+    blocks: int = 0  # of a launch of each of Hopper's two kernels
     forward: ForwardCut | None = None  # a forward pass that computes the states at the segments' starts, if none saved
 
 

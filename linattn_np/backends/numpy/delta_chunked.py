@@ -309,6 +309,7 @@ def inverse(L):
     """(I - L)^-1 for strictly lower triangular L [..., C, C], C a multiple of BLOCK: blocks on the diagonal row
     by row, and then the inverses of neighbouring blocks joined by products."""
     shape, C = L.shape, L.shape[-1]
+    assert C % BLOCK == 0
     L = L.reshape(-1, C, C)
     N = np.zeros_like(L)
     tiled = len(L), C // BLOCK, BLOCK, C // BLOCK, BLOCK
