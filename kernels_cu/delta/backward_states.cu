@@ -91,6 +91,10 @@ struct alignas(16) Stage {
   static constexpr int STOP = BACK                             ? OUTPUTS ? sizeof(Chunk) : int(OFFSET_OF(Chunk, B))
                               : OUTPUTS && OF == ONLY_FORWARDS ? int(OFFSET_OF(Chunk, B)) + sizeof(Matrix<T>)
                                                                : int(OFFSET_OF(Chunk, W));
+  static_assert(OFFSET_OF(Chunk, E) < OFFSET_OF(Chunk, Z) && OFFSET_OF(Chunk, Z) < OFFSET_OF(Chunk, decay) &&
+                    OFFSET_OF(Chunk, decay) < OFFSET_OF(Chunk, beta) && OFFSET_OF(Chunk, beta) < OFFSET_OF(Chunk, W) &&
+                    OFFSET_OF(Chunk, W) < OFFSET_OF(Chunk, B),
+                "the order above");
   static_assert(FROM % 16 == 0 && STOP % 16 == 0, "bytes are copied by 16");
   uint4 bytes[(STOP - FROM) / 16];
   T values[BT * BV];

@@ -3,7 +3,9 @@
 //           after it.
 // shapes    [B, H, NC, K / 64, V / 8, K / 8 of 64, 8, 8]: matrices of 8 columns of V (rows) by 8 channels of K, as
 //           ldmatrix loads them. H: heads of values; NC: chunks of a row of the batch. V and K are padded with
-//           zeros to a multiple of 64. Of 129 to 192 channels there is room for 256, but the last 64 are not written
+//           zeros to a multiple of 64. Of 129 to 192 channels there is room for 256, but the last 64 are not written.
+//           A token's residual and its gradient, which are read with them, are rows of V numbers padded likewise; a
+//           residual of 16 bits has behind these as many rounding errors, but for RWKV-7
 #include "delta/operands.cuh"
 #include "tensor.cuh"
 
@@ -17,7 +19,7 @@ constexpr int TILE = 64;  // channels, or columns, that kernels read together
 __device__ __forceinline__ int padded(i64 size) { return int((size + TILE - 1) / TILE) * TILE; }
 
 // K as it is stored.
-__device__ __forceinline__ int stored_channels(i64 K) { return K <= 64 ? 64 : K <= 128 ? 128 : 256; }
+__device__ __forceinline__ constexpr int stored_channels(i64 K) { return K <= 64 ? 64 : K <= 128 ? 128 : 256; }
 
 // The index in either array of channels `channel` ... `channel` + 63 of a chunk, `channel` a multiple of 64. `chunk`:
 // its number in the batch row.

@@ -405,7 +405,7 @@ class Gradients(Way):
 
     @property
     def has_parts(self) -> bool:
-        """Whether the last kernel writes float32 terms of dq and dk, which `DeltaSumParts` adds up."""
+        """Whether the last kernel writes float32 terms of dq, [0], and dk, [1], which `DeltaSumParts` adds up."""
         return self.inputs.group > 1
 
     def launch_last(self, first, heads, args, launch):

@@ -33,7 +33,7 @@ import numpy as np
 
 from .arguments import members
 from .arithmetic import ceil_div, padded
-from .gated_kernels import SMALL_SIZES, TILES, channels
+from .gated_kernels import CHANNELS, TILES, channels
 from .kernel import DOUBLE, Kernel, StepKernel, TiledKernel
 from .plan import FLOAT32
 
@@ -128,10 +128,6 @@ class Walk(ChunkKernel, TiledKernel):
         return self.BV if has_two else 2 * self.BV
 
     @property
-    def blocks_per_multiprocessor(self):
-        return TILES[1] // self.BV
-
-    @property
     def summary(self) -> Walk:
         """The instance without outputs, with as many stages if blocks of 256 columns then share a multiprocessor,
         else with two at most."""
@@ -151,7 +147,7 @@ class Walk(ChunkKernel, TiledKernel):
 
     @property
     def constants(self):
-        return ((f"sizeof({self.PREPARED})", "prepared_bytes"),)
+        return (f"sizeof({self.PREPARED})", "prepared_bytes"), ("BT", "CHUNK")
 
 
 class DeltaScan(Walk):
@@ -180,6 +176,7 @@ class DeltaBackwardStates(Walk):
     )
     PREPARED = "PreparedForGradients<{dtype}, {BK}, {two_writes}>"
     shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, 1, {of}, {outputs}>",)
+    TILE: ClassVar[int] = 64  # to a multiple of this are columns padded in what the walks write
     DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "ONLY_FORWARDS", "ONLY_BACKWARDS")  # the possible `of`
     # "ONLY_FORWARDS": in a call that keeps what its pullback will read; it then writes o and the final states, too.
     of: str = DIRECTIONS[0]
@@ -193,10 +190,13 @@ class DeltaBackwardStates(Walk):
     def only_backwards(self):
         return self.of == self.DIRECTIONS[2]
 
-    @staticmethod
-    def padded_columns(V) -> int:
-        """The columns of the arrays that the walks write, of V columns of a state; of their channels there are BK."""
-        return padded(V, 64)  # chunk_states and state_gradients have BK channels by these, residual rows of these
+    @property
+    def constants(self):
+        return *super().constants, ("TILE", "TILE"), ("stored_channels({BK})", "BK")
+
+    def padded_columns(self, V) -> int:
+        """Of V columns: chunk_states and state_gradients have BK channels by so many, rows of residuals so many."""
+        return padded(V, self.TILE)
 
     @property
     def residual_numbers(self) -> int:
@@ -223,8 +223,7 @@ class DeltaBackwardChunks(ChunkKernel):
         "pointers? parts, strided dbeta, strided? dg, shape, int64s group, float64s scale, int64s normalized bytes"
     )
     shared_memory = ("Shared<{dtype}, {BK}>",)
-    constants: ClassVar[tuple] = (("COLUMNS", "COLUMNS"),)
-    COLUMNS: ClassVar[int] = 64  # columns of a state that are in shared memory at a time
+    constants: ClassVar[tuple] = (("BT", "CHUNK"),)
     CHUNK: ClassVar[int] = 32
     dtype: np.dtype
     gate: np.dtype
@@ -233,10 +232,6 @@ class DeltaBackwardChunks(ChunkKernel):
     @property
     def threads(self):
         return 2 * self.BK
-
-    @property
-    def blocks_per_multiprocessor(self):
-        return 2
 
     def blocks(self, chunks, K) -> int:
         """Blocks for so many chunks, counted over all heads."""
@@ -256,8 +251,8 @@ class DplrBackwardChunks(ChunkKernel):
         "shape, float64s scale, int64s bytes"
     )
     shared_memory = ("Shared<{dtype}, {gate}>",)
-    constants: ClassVar[tuple] = (("TILE", "TILE"),)
-    TILE: ClassVar[int] = 64  # channels of a block, and columns of a state that are in shared memory at a time
+    constants: ClassVar[tuple] = (("TILE", "TILE"), ("BT", "CHUNK"))
+    TILE: ClassVar[int] = 64  # channels of a block
     CHUNK: ClassVar[int] = 32
     threads = 128
     dtype: np.dtype
@@ -343,10 +338,6 @@ class DeltaSmallForward(DeltaKernel):
     D: int
 
     @property
-    def blocks_per_multiprocessor(self):
-        return 16 if self.D == SMALL_SIZES[0] else 8
-
-    @property
     def heads(self):
         return self.threads // self.D
 
@@ -370,7 +361,6 @@ class DeltaSmallBackward(DeltaKernel):
     threads = 32
     D: int
     outputs: bool = True  # False: the kernel computes instead what each segment does to a state's gradient
-    blocks_per_multiprocessor = 8
 
     @property
     def heads(self):
@@ -491,6 +481,8 @@ class DeltaSumParts(Kernel):
 
     file = "delta/sum_parts"
     arguments = members("pointers parts, strided? x, strided dx, int64s B H T_ K group tiles")
+    constants: ClassVar[tuple] = (("32 * LANE_CHANNELS", "MOST_CHANNELS"),)
+    MOST_CHANNELS: ClassVar[int] = CHANNELS[-1]
     threads = 128
     dtype: np.dtype
 
