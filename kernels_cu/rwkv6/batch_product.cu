@@ -124,6 +124,7 @@ template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stac
 // numbers 16 k ... 16 k + 15 of the step. w: those 64 rows, DEPTH = 128 numbers each, in the 128-byte swizzle. [0],
 // [2]: row g, [1], [3]: row g + 8; [2], [3] are 8 numbers of K later.
 template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][4], const i8 (*w)[DEPTH]) {
+  static_assert(DEPTH == SWIZZLED);  // a row has eight times 16 bytes, as the swizzle, and g, have eight values
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u16* const upper = reinterpret_cast<const u16*>(w[(threadIdx.x >> 5) % 4 * 16 + g]);
 #pragma unroll

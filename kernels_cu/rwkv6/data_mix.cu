@@ -16,6 +16,8 @@
 //   LowRank, low_rank: the product tanh(low) up
 //   Tanh: as exact as the weights need; store4_terms: four numbers as sums of TERMS terms
 
+constexpr int MIXES = 5;  // w k v r g
+
 template <typename T, typename X> struct Args {
   const float* low;
   const T* up;
@@ -38,8 +40,8 @@ __global__ void __launch_bounds__(THREADS, MOST_PARTS<X, TILES, INPUTS> > 1 ? 3 
   auto& s = *reinterpret_cast<LowRank<T, TILES, LOW_TERMS>*>(dynamic_smem());
   launch_next();  // the next kernel may begin
   const i64 A = args.A, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, rest = blockIdx.x / across;
-  const i64 column = blockIdx.x % across * COLUMNS, input = rest % (5 / INPUTS) * INPUTS;
-  const i64 first = rest / (5 / INPUTS) * (TILES * TILE_TOKENS), tokens = args.tokens - first;
+  const i64 column = blockIdx.x % across * COLUMNS, input = rest % (MIXES / INPUTS) * INPUTS;
+  const i64 first = rest / (MIXES / INPUTS) * (TILES * TILE_TOKENS), tokens = args.tokens - first;
   const i64 token = (threadIdx.x & 31) >> 2, j = column_of_lane(column);
   constexpr bool EARLY = TILES == 1 && INPUTS == 1 && TERMS == 1;  // whether xx and d are loaded before the product
   float4 xx[TILES][2], d[TILES][2];
@@ -61,9 +63,9 @@ __global__ void __launch_bounds__(THREADS, MOST_PARTS<X, TILES, INPUTS> > 1 ? 3 
     };
     // sums.of[tile][half]: tanh(low) up of this lane's four channels from j on, of token 16 tile + 8 half + `token`.
     // load_early is called when the previous kernel has ended.
-    const auto sums =
-        low_rank<MOST_PARTS<X, TILES, INPUTS>>(s, args.low + (first * 5 + c) * A, 5 * A, args.P, args.tokens * 5 * A,
-                                               tokens, args.up + c * A * D, A, D, column, Tanh<T>(), load_early);
+    const auto sums = low_rank<MOST_PARTS<X, TILES, INPUTS>>(s, args.low + (first * MIXES + c) * A, MIXES * A, args.P,
+                                                             args.tokens * MIXES * A, tokens, args.up + c * A * D, A, D,
+                                                             column, Tanh<T>(), load_early);
     if (!EARLY && n == 0) load_tokens();
     if (j >= D) continue;
 #pragma unroll
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(THREADS, MOST_PARTS<X, TILES, INPUTS> > 1 ? 3 
       for (int half = 0; half < 2; ++half) {
         const i64 t = tile * TILE_TOKENS + half * 8 + token, index = (first + t) * D + j;
         if (t >= tokens) continue;
-        store4_terms<TERMS>(args.mixed + c * args.tokens * D + index, 5 * args.tokens * D,
+        store4_terms<TERMS>(args.mixed + c * args.tokens * D + index, MIXES * args.tokens * D,
                             fma4(d[tile][half], plus(maa, sums.of[tile][half]), xx[tile][half]));
       }
   }

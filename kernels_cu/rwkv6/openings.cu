@@ -14,16 +14,17 @@
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-17; Peng et al., 2025, "RWKV-7 Goose", section 4 (2503.14456)
 // limits    D a multiple of 8
 #include "rwkv6/low_rank.cuh"
+#include "rwkv7/time_mix_sums.cuh"
 
 // From the includes:
-//   THREADS = 256, COLUMNS = 128 channels of a block, TILE_TOKENS = 16
+//   THREADS = 256, COLUMNS = 128 channels of a block, TILE_TOKENS = 16; DECAY_SCALE = exp(-1/2)
 //   LowRank: operands in shared memory, activate(low) as the sum of TERMS numbers of T; if T is float32, of two of tf32
 //   low_rank<1>(s, low, apart, 1, 0, tokens, up, rank, D, column, activate, [] {}): the product activate(low) up of 128
 //     columns, for rows of `low` that are `apart` numbers apart. 1, 1 and 0: `low` is one array, no sum of several;
 //     [] {}: nothing more to load. It waits for the previous kernel before it reads `low`; `up` it reads before
 //   Tanh<T>: tanhf for float32 weights, else the hardware's approximation
 
-enum Kind { DECAY, RATE, GATE, SHARE };
+enum Kind { DECAY, RATE, GATE, SHARE, KINDS };  // in the order of low and up; bases have none of GATE
 
 template <typename T> struct Args {
   const float* low;
@@ -37,7 +38,7 @@ template <typename T> struct Args {
 // TERMS: of LowRank, above; TILES: of 16 tokens in a block.
 template <typename T, int TERMS, int TILES, int MATRICES, int PASS>
 __global__ void __launch_bounds__(THREADS, TILES == 2 ? 3 : 2) rwkv6_openings(const Args<T> args) {
-  constexpr float DECAY_SCALE = 0.6065306597126334f;  // exp(-1/2)
+  static_assert(MATRICES == 1 || MATRICES == KINDS);
   auto& s = *reinterpret_cast<LowRank<T, TILES, TERMS, PASS>*>(dynamic_smem());
   launch_next();  // the next kernel may begin. What the previous one writes, `low`, may be read from low_rank on
   constexpr int TOKENS = TILES * TILE_TOKENS;

@@ -43,7 +43,7 @@ __device__ __forceinline__ i64 channel(int n) { return 4 * (n * THREADS + i64(th
 // x[n] becomes its sum over the block, the same bits in every thread, for every n; all threads call this, and it has
 // one barrier. parts: memory that the caller does not use again.
 template <int N> __device__ __forceinline__ void block_sums(float (&x)[N], float (&parts)[ROWS][WARPS]) {
-  static_assert(N <= ROWS);
+  static_assert(N <= ROWS && ROWS == 1 + 8 && WARPS == 16);  // 8 are exchanged; four lanes add four sums each
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   float shares[ROWS - 1] = {};
 #pragma unroll

@@ -9,7 +9,7 @@
 // numerics  float32, always in the same order
 #include "training.cuh"
 
-constexpr int ROWS = 32, MOST = 6;  // MOST: sums of a launch
+constexpr int ROWS = 32, COLUMNS = 32, MOST = 6;  // of parts, at a time and of a block; sums of a launch
 
 struct Sum {
   const float* parts;
@@ -24,16 +24,16 @@ struct Args {
 };
 
 struct Shared {
-  float sums[ROWS][32];
+  float sums[ROWS][COLUMNS];
 };
 
-__global__ void __launch_bounds__(32 * ROWS) training_column_sums(const Args args) {
+__global__ void __launch_bounds__(COLUMNS* ROWS) training_column_sums(const Args args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32;
+  const int lane = threadIdx.x % COLUMNS, row = threadIdx.x / COLUMNS;
   int n = 0;
   while (n + 1 < args.count && blockIdx.x >= args.sums[n + 1].first_block) ++n;
   const Sum& own = args.sums[n];
-  const i64 column = (blockIdx.x - own.first_block) * 32 + lane;
+  const i64 column = (blockIdx.x - own.first_block) * COLUMNS + lane;
   float sum = 0.f;
   if (column < own.columns)
 #pragma unroll 8

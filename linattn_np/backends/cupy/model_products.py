@@ -105,7 +105,8 @@ class BatchProduct(ModelKernel):
     MOST: ClassVar[int] = 128  # vectors up to which this is faster than cuBLAS for all matrices
     arguments = (*structs("stacks", STACKS, STACK), *members("int64s B K"))
     shared_memory = ("Shared<{dtype}, {COLUMNS}, {DEEP}, {ROWS}>",)
-    arch, threads = SM90, 320
+    constants = (("SWIZZLED", "box_bytes"), ("TERMS<{COLUMNS}>", "terms"), (f"{shared_memory[0]}::STEP", "depth"))
+    arch, threads, box_bytes = SM90, 320, SWIZZLED
     DEEP_COLUMNS: ClassVar[int] = 16  # the most vectors of a block with `DEEP`
     DEEP_STEP: ClassVar[int] = 512  # the most columns of K that the cluster of such a block multiplies in a step
     FEWER_ROWS_FOR: ClassVar[range] = range(6, 17)  # numbers of vectors for which ROWS = 64 is considered

@@ -289,13 +289,13 @@ class DataMix(LowRankKernel):
     TILES: int
     INPUTS: int
     TERMS: int
-
-    constants = (*LowRankKernel.constants, ("MOST_PARTS<{X}, {TILES}, {INPUTS}>", "most_parts"))
+    MIXES: ClassVar[int] = 5
+    constants = (*LowRankKernel.constants, ("MOST_PARTS<{X}, {TILES}, {INPUTS}>", "most_parts"), ("MIXES", "MIXES"))
 
     # Both make cls(dtype, X, PARTS, TILES, INPUTS, TERMS).
     @classmethod
     def of_step(cls, dtype, X, B, terms=1):
-        return cls(dtype, X, parts_of_low(dtype, X, terms), 1, 5 if B > 128 else 1, terms)
+        return cls(dtype, X, parts_of_low(dtype, X, terms), 1, cls.MIXES if B > 128 else 1, terms)
 
     @classmethod
     def of_prompt(cls, dtype):
@@ -307,7 +307,7 @@ class DataMix(LowRankKernel):
         return 8 if self.TILES == self.INPUTS == 1 and self.X != FLOAT32 else 1
 
     def blocks(self, tokens, D) -> int:
-        return self.blocks_of_product(tokens, D) * 5 // self.INPUTS
+        return self.blocks_of_product(tokens, D) * self.MIXES // self.INPUTS
 
 
 class ElementwiseKernel(ModelKernel):

@@ -260,7 +260,7 @@ class ColumnSums(Kernel):
     SUM = members("pointers parts first rest, int64s P columns split add first_block")
     file = "training/column_sums"
     arguments = (*structs("sums", MOST, SUM), *members("int64s count"))
-    constants = (("MOST", "MOST"),)
+    constants = (("MOST", "MOST"), ("COLUMNS", "COLUMNS"))
     shared_memory = ("Shared",)
     threads = 1024
     COLUMNS: ClassVar[int] = 32  # columns per block
