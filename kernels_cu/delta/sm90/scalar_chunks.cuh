@@ -162,11 +162,11 @@ __device__ __forceinline__ void run_roles(Memory& s, const Args& args, const Wor
   constexpr auto ROLES = InRole::ROLES;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Memory::STAGES; ++stage) {
-      mbarrier_init(s.full[stage], 32);  // lanes of the copying warp
+      mbarrier_init(s.full[stage], 32);  // lanes of the copying warp; below, of those that compute and invert
       mbarrier_init(s.decays_ready[stage], 32), mbarrier_init(s.inverse_ready[stage], 32);
       mbarrier_init(s.scores_ready[stage], OPERAND_THREADS);
       mbarrier_init(s.outputs_ready[stage], Memory::PASS == BACKWARD_TOKENS ? OPERAND_THREADS : CONSUMERS<Memory::BV>);
-      mbarrier_init(s.operands_ready[stage], OPERAND_THREADS / 32);  // warps
+      mbarrier_init(s.operands_ready[stage], OPERAND_THREADS / 32);  // warps: of each one lane, by warp_arrive
     }
     for (MBarrier& full : s.values_full) mbarrier_init(full, 32);
   }

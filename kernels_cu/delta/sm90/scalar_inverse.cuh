@@ -14,11 +14,11 @@
 //           to the chunk's end, 1 / |k_i| if keys are normalized, and beta_i in BACKWARD_TOKENS
 // shapes    `inverse` and inverse_to_end have a row for each key j: they are stored transposed, [j, i], and split (see
 //           numerics). weighted_M (so named in all passes) has float32 diagonal blocks, and X, split, where M12 = 0
-//           would be: rows 0 to 15, 16-bit columns 32 to 47, rounding errors in columns 48 to 63
-// barriers  waits for scores_ready: M is stored, and what the results overwrite has been read: `inverse` the decays
-//           D_ij, inverse_to_end B, scores times `inverse`, of the stage's previous chunk (BACKWARD_TOKENS: both
-//           overwrite matrices of that chunk). All 32 lanes fence, as wgmma reads what each has stored, and arrive at
-//           inverse_ready, which run_roles initialises for 32 (scalar_chunks.cuh)
+//           would be, not transposed: rows 0 to 15, 16-bit columns 32 to 47, rounding errors in columns 48 to 63
+// barriers  waits for scores_ready. Then M is stored, and what the results overwrite has been read: `inverse` lies upon
+//           the chunk's decays D_ij, inverse_to_end upon B (A `inverse`) of the stage's previous chunk. In
+//           BACKWARD_TOKENS both lie upon matrices of that chunk. All 32 lanes fence, as wgmma reads what each has
+//           stored, and arrive at inverse_ready, which run_roles initialises for 32 (scalar_chunks.cuh)
 // numerics  substitution in float32. A split matrix has sums of two numbers of T: rounded ones, and their errors
 // limits    sm_90a; T is bf16 or f16
 // tests     those of scalar_chunks.cuh
@@ -46,13 +46,13 @@ __device__ __forceinline__ void substitute(float (&x)[16], const float (&weighte
   // A piece has 4 floats. Piece j / 4 of the block's row i is piece 4 second_block + j / 4 of the array's, in place
   // (4 second_block + j / 4) ^ i % 8: bit 2 of that chooses between two addresses, by bit 2 of i; the other bits,
   // j / 4 ^ i % 4, are known when compiled.
-  const char* const pieces[2] = {block + 64 * second_block, block + 64 * (1 - second_block)};
+  const char* const row_bases[2] = {block + 64 * second_block, block + 64 * (1 - second_block)};
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     float sums[2] = {};
 #pragma unroll
     for (int j = 0; j < i; j += 4) {
-      const float4 row = *reinterpret_cast<const float4*>(pieces[i >> 2 & 1] + i * 128 + (j / 4 ^ i & 3) * 16);
+      const float4 row = *reinterpret_cast<const float4*>(row_bases[i >> 2 & 1] + i * 128 + (j / 4 ^ i & 3) * 16);
       sums[0] = fmaf(row.x, x[j], sums[0]);
       if (j + 1 < i) sums[1] = fmaf(row.y, x[j + 1], sums[1]);
       if (j + 2 < i) sums[0] = fmaf(row.z, x[j + 2], sums[0]);
@@ -67,7 +67,7 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
   using T = typename Memory::T;
   const int lane = threadIdx.x & 31, second_block = lane >> 4;
   const int left_offset = left_operand_offset(lane);
-  // Of key `lane`'s row, at its block's first query: piece 0 or 2. XOR 16 is the next piece, XOR 32 the other block's,
+  // Of key `lane`'s row, at its block's first i: piece 0 or 2. XOR 16 is the next piece, XOR 32 the other block's,
   // XOR 64 that of the rounding errors.
   const int key_offset = swizzled_offset(lane, 2 * second_block);
   RingPosition<Memory::STAGES> ring;
@@ -87,10 +87,11 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
         errors[m] = rounding_errors<T>(rounded[m], row[2 * m], row[2 * m + 1]);
       *reinterpret_cast<uint4*>(at_byte_offset(to, offset)) = {rounded[0], rounded[1], rounded[2], rounded[3]};
       *reinterpret_cast<uint4*>(at_byte_offset(to, offset ^ 64)) = {errors[0], errors[1], errors[2], errors[3]};
-      __syncwarp();  // keeps the compiler from computing all rows before it stores one, which takes too many registers
+      // For registers only: keeps the compiler from computing all rows before it stores one.
+      __syncwarp();
     };
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // 8 of the block's queries i
+    for (int half = 0; half < 2; ++half) {  // 8 of the block's i
       float numbers[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i)
@@ -99,9 +100,9 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
 #pragma unroll
       for (int i = 0; i < 8; ++i) numbers[i] *= gates.key_end_factors[16 * second_block + 8 * half + i];
       store_split_row(in.inverse_to_end, numbers, key_offset ^ 16 * half);
-      // inverse12 = 0: keys of the second block and queries of the first. part 0: rounded elements, 1: rounding errors.
-      // wgmma reads it of inverse_to_end, and in BACKWARD_TOKENS of `inverse`. In other passes nobody does: compute_B
-      // (scalar_operands.cuh), which alone multiplies `inverse`, leaves this block out.
+      // inverse12 = 0: j in the second block, i in the first. part 0: rounded elements, 1: rounding errors. Of
+      // inverse_to_end wgmma reads this block in every pass, of `inverse` in BACKWARD_TOKENS. In the other passes it
+      // keeps what lay there: compute_B (scalar_operands.cuh), which alone multiplies `inverse`, leaves it out.
       if (second_block)
         for (int part = 0; part < 2; ++part) {
           const int offset = key_offset ^ 32 ^ 16 * half ^ 64 * part;
@@ -110,7 +111,7 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
             *reinterpret_cast<uint4*>(at_byte_offset(in.inverse, offset)) = {0, 0, 0, 0};
         }
     }
-    __syncwarp();  // inverse11 and inverse22 are in shared memory: all lanes read them
+    __syncwarp();  // inverse11 and inverse22 are in shared memory: the lanes read each other's
     // inverse21^T = inverse11^T X^T inverse22^T
     u32 left[2][4], right[2][4];  // [0]: rounded elements, [1]: rounding errors
     float y[2][4] = {};           // inverse11^T X^T, then inverse21^T
@@ -122,7 +123,8 @@ template <class Memory> __device__ __forceinline__ void invert(Memory& s, int to
     }
     multiply_split<T>(y, left, right);
     split<T>(left[0], left[1], y);
-    // Passes that go backwards have no register to keep the offset in: `opaque` has it computed again.
+    // Read transposed, a right operand has the addresses of a left one. Passes that go backwards have no register to
+    // keep the offset in: `opaque` has it computed again.
     const int offset = IS_BACKWARDS<Memory> ? left_operand_offset(opaque(lane)) : left_offset;
 #pragma unroll
     for (int part = 0; part < 2; ++part)

@@ -5,7 +5,8 @@
 //           M_ij = D_ij k_i . k_j, j < i;  A_ij = scale D_ij q_i . k_j, j <= i;  B = A inverse;
 //           W_i = query_start_i q_i - sum_j B_ij key_start_j k_j;  Z_j = sum_i inverse_ij key_end_i k_i
 // shapes    For make_operands the including kernel's shared memory has Panel<T> minus_BE[2], of even and of odd chunks:
-//           -B_ij key_start_j. SUMMARY and BACKWARD_TOKENS call the functions of scores alone
+//           -B_ij key_start_j. Two, since a warp may store the next chunk's while others multiply with this one's.
+//           SUMMARY and BACKWARD_TOKENS call the functions of scores alone
 // barriers  scores wait for full and decays_ready, and each thread arrives at scores_ready; operands wait for
 //           inverse_ready, and a lane of each warp arrives at operands_ready. Named barrier 1, once a chunk: minus_BE
 //           is written, and what W, B and Z overwrite has been read

@@ -49,6 +49,7 @@ template <typename T, int BK> struct alignas(1024) GradientStage {
   };
   float D[CHUNK][32];  // [i][j]: D_ij times key_factors[j]; 0 if j > i
   static_assert(BK == 64 || BK == 128);
+  static_assert(sizeof weighted_M == sizeof(Panel<T>) && sizeof D == sizeof(Panel<T>), "swizzled alike");
 };
 
 // Factors of a chunk's tokens. Of Gates (scalar_stage.cuh), with |q| and |k| replaced by 1 if not args.normalized:
