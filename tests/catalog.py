@@ -24,6 +24,7 @@ from linattn_np.backends.cupy import rwkv6_model_kernels as rwkv6
 from linattn_np.backends.cupy import rwkv6_training_kernels as training
 from linattn_np.backends.cupy import rwkv7_model_kernels as rwkv7
 from linattn_np.backends.cupy.delta_hopper import (
+    DeltaInverseLengths,
     DeltaScalarBackwardStatesSm90,
     DeltaScalarBackwardTokensSm90,
     DeltaScalarForwardSm90,
@@ -169,6 +170,7 @@ def delta_rules():
         yield from (delta.DeltaBackwardChunks(T, G, K) for K in gated.CHANNELS)
         yield delta.DplrBackwardChunks(T, G)
         yield delta.KdaBackwardChunks(T, G)
+    yield from map(DeltaInverseLengths, HALF)
     for T, (K, V) in product(HALF, WIDTHS):
         yield DeltaScalarForwardSm90(T, K, V)
         yield DeltaScalarSummarySm90(T, K, V)

@@ -20,6 +20,7 @@ from linattn_np.backends.cupy.delta_hopper import (
     DeltaScalarForwardSm90,
     DeltaScalarSummarySm90,
     ScalarCut,
+    inverse_lengths,
     launch_backward,
     launch_forward,
     launch_starts,
@@ -54,7 +55,7 @@ def recurrence(q, k, v, g, beta, scale, state, bounds):
     return o, S
 
 
-def call(device, kernel, tokens, scale, state=None, bounds=None, P=1, **how):
+def call(device, kernel, tokens, scale, state=None, bounds=None, P=1, normalized=False):
     """[o, the final states]. P: into how many segments sequences are cut."""
     q, v = tokens[0], tokens[2]
     B, H, T, K, V = (*v.shape[:3], q.shape[-1], v.shape[-1])
@@ -66,10 +67,10 @@ def call(device, kernel, tokens, scale, state=None, bounds=None, P=1, **how):
     o, final = draft.like(x.v), draft.empty((spans.count * B, H, K, V), SINGLE)
     shape = draft.shape(problem, spans=spans.segments(P, 32) if P > 1 else None, chunk=32)
     inputs = x.q, x.k, x.v, x.g, x.beta
+    how = {"lengths": inverse_lengths(draft, x.q, x.k) if normalized else None}
     if P > 1:
         cut = SimpleNamespace(segments=P, summary=DeltaScalarSummarySm90(kernel.dtype, kernel.BK, kernel.BV))
-        starts = launch_starts(draft, cut, inputs, shape, x.state, how.get("normalized", False))
-        how |= {"P": P, "starts": starts}
+        how |= {"P": P, "starts": launch_starts(draft, cut, inputs, shape, x.state, how["lengths"])}
     launch_forward(draft, kernel, inputs, o, shape, scale, x.state, final, **how)
     return [host(y) for y in CompiledPlan(replace(draft.plan((o, final)), given=given), device)(memory)[0]]
 
@@ -275,7 +276,7 @@ def gradients(device, tokens, do, scale, state, dht, bounds=None, normalized=Fal
     x, draft, spans = parts.call, Draft(), Spans(np.array(bounds or [0, T]))
     problem = SimpleNamespace(shape=lambda _: (B, H, T), varlen=bool(bounds), spans=spans, sizes={"K": K, "V": V})
     of = SimpleNamespace(**{name: None if y is None else draft.like(y) for name, y in vars(x).items()})
-    of.h0 = of.initial
+    of.h0, x.lengths = of.initial, inverse_lengths(draft, x.q, x.k) if normalized else None
     whole, segments = (
         draft.shape(problem, spans=s, chunk=32) for s in (None, spans.segments(P, 32) if P > 1 else None)
     )
@@ -289,7 +290,7 @@ def gradients(device, tokens, do, scale, state, dht, bounds=None, normalized=Fal
         first_summary=replace(first, outputs=False),
         second=DeltaScalarBackwardTokensSm90(*instance),
     )
-    launch_backward(draft, cut, x, of, whole, segments, scale, normalized)
+    launch_backward(draft, cut, x, of, whole, segments, scale)
     wanted = [name for name in names if getattr(of, name) is not None]
     plan = replace(draft.plan(tuple(getattr(of, name) for name in wanted)), given=given)
     found = dict(zip(wanted, map(host, CompiledPlan(plan, device)(memory)[0])))
@@ -386,7 +387,7 @@ SEGMENTS = ["delta_sm90_scalar_summary", "delta_join_segments", *CHUNKS]  # of f
     ("sizes", "dtype", "capability", "how", "kernels"),
     [
         ((1, 2, 40, 128, 64), BFLOAT16, 90, {}, CHUNKS),
-        ((1, 2, 40, 64, 200), HALF, 90, {"qk_l2norm": True}, CHUNKS),
+        ((1, 2, 40, 64, 200), HALF, 90, {"qk_l2norm": True}, ["delta_inverse_lengths", *CHUNKS]),
         ((1, 2, 40, 64, 64), BFLOAT16, 90, {"mode": "recurrent"}, TOKENS),
         ((1, 2, 40, 64, 64), BFLOAT16, 80, {}, ON_EVERY_CARD),
         ((1, 2, 40, 64, 64), SINGLE, 90, {}, ON_EVERY_CARD),

@@ -66,17 +66,17 @@ template <typename T> struct Args {
   TensorMap q, k, do_, dv;  // boxes of a chunk's tokens and 64 columns, swizzled
   StridedRows<const T> q_rows, k_rows, do_rows;
   StridedRows<T> dv_rows;
-  TensorMap state_gradients;        // boxes of 16 columns of V and 64 channels, swizzled
-  StridedRows<const void> g, beta;  // no gate: null
-  Shape shape;                      // H is the number of value heads
-  const float* dht;                 // null: zeros
-  float* dh0;                       // null: not wanted
-  float* starts;                    // with P > 1: see `shapes`
-  i64 P;                            // segments of a sequence; in `shape` segments are sequences
-  i64 group;                        // value heads that share a head of queries and keys
-  i64 state_k, state_v;             // the states' strides along K and V, in numbers
-  i64 wide_gate, wide_beta;         // whether g, and beta, are float32; otherwise they are of type T
-  i64 normalized;                   // whether queries and keys are divided by their lengths
+  TensorMap state_gradients;         // boxes of 16 columns of V and 64 channels, swizzled
+  StridedRows<const void> g, beta;   // no gate: null
+  StridedRows<const float> lengths;  // inverse ones of queries and keys, which are divided by them; or null
+  Shape shape;                       // H is the number of value heads
+  const float* dht;                  // null: zeros
+  float* dh0;                        // null: not wanted
+  float* starts;                     // with P > 1: see `shapes`
+  i64 P;                             // segments of a sequence; in `shape` segments are sequences
+  i64 group;                         // value heads that share a head of queries and keys
+  i64 state_k, state_v;              // the states' strides along K and V, in numbers
+  i64 wide_gate, wide_beta;          // whether g, and beta, are float32; otherwise they are of type T
   double scale;
 };
 

@@ -16,7 +16,7 @@
 // shapes    q k dq dk [B, H, T, K], v do dv [B, HV, T, V], g beta dg dbeta [B, HV, T] of any strides; args.shape.H is
 //           HV. state_gradients: dS [BV, BK], transposed, for every chunk (`WorkTile::chunk_row`) and value head. If
 //           value heads share a head of q, `parts` [2, B, HV, T, K] float32 takes the place of dq and dk: each head's
-//           gradients with respect to q and k, or to the normalized q and k if args.normalized; sum_parts.cu adds them.
+//           gradients with respect to q and k, or, given args.lengths, to the divided q and k; sum_parts.cu adds them.
 //           With P > 1, sequences in `shape` are segments of whole chunks, P of each sequence
 // grid      delta_hopper.py launches a block for every (sequence, value head), sequence slowest
 // roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, e and S.
@@ -84,17 +84,17 @@ template <typename T> struct Args {
   TensorMap q, k, v, do_, dv, dq, dk;  // boxes of a chunk's tokens and 64 columns, swizzled
   StridedRows<const T> q_rows, k_rows, v_rows, do_rows, dv_rows;
   StridedRows<T> dq_rows, dk_rows;
-  StridedRows<const void> g, beta;  // no gate: null
-  StridedRows<float> dbeta, dg;     // dg: null without gates
-  const float* initial;             // S before each of N sequences, [N, HV, K, V]; null: zeros
-  float* starts;                    // with P > 1: S before each segment, [N P, HV, K, V] (join_segments.cu)
-  float* parts;                     // null if no value heads share a head of q
-  Shape shape;                      // H is the number of value heads, HV; with P > 1, sequences are P segments of each
+  StridedRows<const void> g, beta;   // no gate: null
+  StridedRows<const float> lengths;  // inverse ones of queries and keys, which are divided by them; or null
+  StridedRows<float> dbeta, dg;      // dg: null without gates
+  const float* initial;              // S before each of N sequences, [N, HV, K, V]; null: zeros
+  float* starts;                     // with P > 1: S before each segment, [N P, HV, K, V] (join_segments.cu)
+  float* parts;                      // null if no value heads share a head of q
+  Shape shape;                       // H is the number of value heads, HV; with P > 1, sequences are P segments of each
   i64 P;
   i64 group;                 // value heads that share a head of q and k
   i64 state_k, state_v;      // the states' strides along K and V, in numbers
   i64 wide_gate, wide_beta;  // whether g, and beta, are float32; otherwise they are of type T
-  i64 normalized;            // whether queries and keys are divided by their lengths
   double scale;
 };
 

@@ -3,20 +3,17 @@
 // math      D_ij: the decay from after token j through token i; E_i from the chunk's start through i, L_i from after i
 //           to its end: products of e^g of the log gates in between
 // shapes    args: g and beta, Rows of one number for each token, g.p null without gates, beta.p never; wide_gate and
-//           wide_beta, whether these are float32 (otherwise T); scale; normalized (see Gates)
-// barriers  waits for outputs_ready of the stage's previous chunk and, if args.normalized, for full; each lane
-//           arrives at decays_ready
+//           wide_beta, whether these are float32 (otherwise T); scale; lengths, Rows of two numbers for each token and
+//           head of q and k: see Gates
+// barriers  waits for outputs_ready of the stage's previous chunk; each lane arrives at decays_ready
 // limits    sm_90a
 // tests     those of scalar_chunks.cuh
 #include "delta/sm90/scalar_stage.cuh"
-#include "delta/lengths.cuh"
 
 // From the includes:
 //   WorkTile: the block's sequence, head and tokens. IS_BACKWARDS: whether the pass takes the last chunk first
 //   RingPosition: a chunk's stage, and the parity to wait for (parity ^ 1: for the stage's previous chunk)
-//   swizzled(D[0], row, piece): the address of 16 bytes of a row of D; left_operand_offset, shifted_offset: byte
-//     offsets for ldmatrix; opaque(x) hides where x comes from: the compiler computes offsets again, which saves
-//     registers
+//   swizzled(D[0], row, piece): the address of 16 bytes of a row of D
 
 // The first token of the chunk that a pass takes once it has passed chunks of `passed` tokens, a multiple of CHUNK.
 template <class Memory> __device__ __forceinline__ int first_token(const WorkTile& work, int passed) {
@@ -50,30 +47,10 @@ template <bool BACKWARDS> struct TokenScalars {
   }
 };
 
-// Fills `norms` with the inverse lengths 1 / sqrt(|x|^2 + LEAST_SQUARE) of the 32 rows x from first_row on. |x|^2 is on
-// the diagonal of x x^T: of 16 rows, d[m][0] and d[m][1] are of the upper 8 rows with themselves, d[m][2] and d[m][3]
-// of the lower 8. Of the diagonal a lane with lane % 4 = g / 2 has rows g and g + 8, g = lane / 4.
-template <typename T, int PANELS>
-__device__ __forceinline__ void put_inverse_norms(T (&rows)[PANELS][2 * CHUNK][64], int first_row,
-                                                  float (&norms)[CHUNK], int lane) {
-  lane = opaque(lane);  // hides it from the compiler, which computes offsets from it again: that saves registers
-  const int g = lane / 4, left = left_operand_offset(lane);
-  float d[CHUNK / 16][4] = {};
-#pragma unroll 1
-  for (int step = 0; step < 4 * PANELS; ++step)
-#pragma unroll
-    for (int m = 0; m < CHUNK / 16; ++m) {
-      u32 x[4];
-      ldmatrix_x4(x, at_byte_offset(rows[step / 4], shifted_offset(left, first_row + 16 * m, step % 4 * 16)));
-      mma_m16n8k16(d[m], {x[0], 0, x[2], 0}, {x[0], x[2]}, T{});
-      mma_m16n8k16(d[m], {0, x[1], 0, x[3]}, {x[1], x[3]}, T{});
-    }
-  if (lane % 4 == g / 2)
-#pragma unroll
-    for (int n = 0; n < CHUNK; n += 8) {
-      const float* squares = d[n / 16] + n % 16 / 4;
-      norms[n + g] = inverse_root((g & 1 ? squares[1] : squares[0]) + float(LEAST_SQUARE));
-    }
+// The inverse lengths of this lane's query and key; 1 for tokens outside of the sequence, and if rows are not divided.
+template <class Args> __device__ __forceinline__ float2 lengths_of(const Args& args, const WorkTile& work, int token) {
+  if (!args.lengths.p || u32(token) >= u32(work.tokens)) return {1.f, 1.f};
+  return load_float2(args.lengths.row(work.batch, work.head / int(args.group), work.start + token));
 }
 
 // Fills the row of D of this lane's query, and returns the decay from the chunk's start through the query. decays and
@@ -112,6 +89,7 @@ __device__ __forceinline__ void compute_decays(Memory& s, const Args& args, cons
   TokenScalars<IS_BACKWARDS<Memory>> gate, beta;
   const int token = first_token<Memory>(work, 0) + lane;
   gate.load(args.g, is_float32[0], work, token, T{}), beta.load(args.beta, is_float32[1], work, token, T{});
+  float2 lengths = lengths_of(args, work, token);
   RingPosition<Memory::STAGES> ring;
 #pragma unroll 1
   for (int chunk = 0; chunk * CHUNK < work.tokens; ++chunk, ring.next()) {
@@ -128,19 +106,9 @@ __device__ __forceinline__ void compute_decays(Memory& s, const Args& args, cons
     }
     if (chunk >= Memory::STAGES) mbarrier_wait(s.outputs_ready[ring.stage], ring.parity ^ 1);
     auto& to = s.gates[ring.stage];
-    float query_inverse = 1.f, key = 1.f;  // this lane's inverse lengths
-    if (args.normalized) {
-      auto& rows = s.stages[ring.stage].queries_keys;
-      mbarrier_wait(s.full[ring.stage], ring.parity);
-      if constexpr (Memory::PASS != SUMMARY) put_inverse_norms(rows, 0, to.query_factors, lane);
-      put_inverse_norms(rows, CHUNK, to.key_factors, lane);
-      fence_proxy_async();  // orders these reads before the copies that later overwrite the rows
-      __syncwarp();         // the inverse lengths of all tokens are in shared memory
-      if constexpr (Memory::PASS != SUMMARY) query_inverse = to.query_factors[lane];
-      key = to.key_factors[lane];
-      if constexpr (Memory::PASS == BACKWARD_TOKENS) to.query_inverse[lane] = query_inverse;
-    }
-    to.query_factors[lane] = float(args.scale) * query_inverse, to.key_factors[lane] = key;
+    if constexpr (Memory::PASS == BACKWARD_TOKENS) to.query_inverse[lane] = lengths.x;
+    to.query_factors[lane] = float(args.scale) * lengths.x, to.key_factors[lane] = lengths.y;
+    lengths = lengths_of(args, work, first_token<Memory>(work, (chunk + 1) * CHUNK) + lane);
     __syncwarp();  // the factors of all keys are stored
     auto& D = s.stages[ring.stage].D;
     const float from_start = fill_row(D, s.upcoming.decay[chunk % CHUNKS_AHEAD], to.key_factors);

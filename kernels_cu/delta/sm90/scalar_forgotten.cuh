@@ -27,10 +27,10 @@ __device__ __forceinline__ float scalar_at(const StridedRows<const void>& from, 
 // The natural logarithm of the most by which a token multiplies a state: of its decay, and of its key's factor.
 template <typename T, class Args>
 __device__ __forceinline__ float log_factor(const Args& args, const WorkTile& work, int token) {
-  float squares = args.normalized ? 1.f : 0.f;  // |k|^2; with shorter keys, normalised ones multiply by less
+  float squares = args.lengths.p ? 1.f : 0.f;  // |k|^2; with shorter keys, normalised ones multiply by less
   const T* key = args.k_rows.row(work.batch, work.head / int(args.group), work.start + token);
 #pragma unroll 8
-  for (int channel = 0; channel < args.shape.K && !args.normalized; channel += 8) {
+  for (int channel = 0; channel < args.shape.K && !args.lengths.p; channel += 8) {
     const uint4 piece = *reinterpret_cast<const uint4*>(key + channel);
     const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll

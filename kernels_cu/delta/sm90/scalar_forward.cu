@@ -57,16 +57,16 @@ template <typename T> struct Args {
   TensorMap q, k, v, o;  // boxes of a chunk's tokens and 64 columns, swizzled
   StridedRows<const T> q_rows, k_rows, v_rows;
   StridedRows<T> o_rows;
-  StridedRows<const void> g, beta;  // no gate: null
-  Shape shape;                      // H is the number of value heads
-  const float* initial;             // null: zeros
-  float* final;                     // null: no final state is wanted
-  float* starts;                    // null: sequences are not cut into segments
-  i64 P;                            // segments of a sequence; in `shape` segments are sequences
-  i64 group;                        // value heads that share a head of queries and keys
-  i64 state_k, state_v;             // the states' strides along K and V, in numbers
-  i64 wide_gate, wide_beta;         // whether g, and beta, are float32; otherwise they are of type T
-  i64 normalized;                   // whether queries and keys are divided by their lengths
+  StridedRows<const void> g, beta;   // no gate: null
+  StridedRows<const float> lengths;  // inverse ones of queries and keys, which are divided by them; or null
+  Shape shape;                       // H is the number of value heads
+  const float* initial;              // null: zeros
+  float* final;                      // null: no final state is wanted
+  float* starts;                     // null: sequences are not cut into segments
+  i64 P;                             // segments of a sequence; in `shape` segments are sequences
+  i64 group;                         // value heads that share a head of queries and keys
+  i64 state_k, state_v;              // the states' strides along K and V, in numbers
+  i64 wide_gate, wide_beta;          // whether g, and beta, are float32; otherwise they are of type T
   double scale;
 };
 

@@ -26,7 +26,7 @@
 //           - the barriers below, one for each stage; in BACKWARD_TOKENS values_full are of its own number
 // barriers  of each stage, in the order in which its chunk passes them: who arrives -> who waits;
 //           run_roles (scalar_chunks.cuh) has how many arrive.
-//           full: q and k have been copied: copies -> decays (if normalized), operands, consumers
+//           full: q and k have been copied: copies -> operands, consumers
 //           values_full: v or do has been copied: copies -> consumers
 //           decays_ready: D and Gates are complete: decays -> operands, consumers
 //           scores_ready: A and M: operands -> inverses
@@ -78,10 +78,10 @@ template <typename T, int BK, int BV> struct alignas(1024) Stage {
   Tile<T, BV> values;  // v, overwritten by o; BACKWARD_STATES: do, overwritten by dv
 };
 
-// Factors of a chunk's tokens, one for each token. If args.normalized, queries q and keys k count as divided by their
+// Factors of a chunk's tokens, one for each token. Given args.lengths, queries q and keys k count as divided by their
 // lengths |q| and |k|: the factors include the inverse lengths, since shared memory holds q and k undivided.
 struct alignas(16) Gates {
-  float query_factors[CHUNK], key_factors[CHUNK];  // scale / |q|, 1 / |k|; if not args.normalized, scale and 1
+  float query_factors[CHUNK], key_factors[CHUNK];  // scale / |q|, 1 / |k|; without args.lengths, scale and 1
   // Times E_i, the decay from the chunk's start through the token. BACKWARD_STATES: key_start_factors also times beta.
   float query_start_factors[CHUNK], key_start_factors[CHUNK];
   // The key's factor times L_i, the decay from after the token to the chunk's end. BACKWARD_TOKENS: also times beta.

@@ -54,16 +54,16 @@
 template <typename T> struct Args {
   TensorMap k, v;  // boxes of a chunk's tokens and 64 columns, swizzled
   StridedRows<const T> k_rows, v_rows;
-  StridedRows<const void> g, beta;  // no gate: null
-  Shape shape;                      // H is the number of value heads; segments are sequences
-  const float* initial;             // null: zeros
+  StridedRows<const void> g, beta;   // no gate: null
+  StridedRows<const float> lengths;  // inverse ones of keys, which are divided by them, after those of queries; or null
+  Shape shape;                       // H is the number of value heads; segments are sequences
+  const float* initial;              // null: zeros
   float *starts, *F;
   i64* forgets;              // [sequences, P, HV]: whether F is 0; written where F is
   i64 P;                     // segments of a sequence
   i64 group;                 // value heads that share a head of keys
   i64 state_k, state_v;      // the initial state's strides along K and V, in numbers
   i64 wide_gate, wide_beta;  // whether g, and beta, are float32; otherwise they are of type T
-  i64 normalized;            // whether keys are divided by their lengths
   double scale;              // of queries, which this kernel does not read
 };
 

@@ -52,12 +52,12 @@ template <typename T, int BK> struct alignas(1024) GradientStage {
   static_assert(sizeof weighted_M == sizeof(Panel<T>) && sizeof D == sizeof(Panel<T>), "swizzled alike");
 };
 
-// Factors of a chunk's tokens. Of Gates (scalar_stage.cuh), with |q| and |k| replaced by 1 if not args.normalized:
+// Factors of a chunk's tokens. Of Gates (scalar_stage.cuh), with |q| and |k| replaced by 1 without args.lengths:
 // query_factors = scale / |q|, key_factors = 1 / |k|; query_start_factors and key_start_factors: these times E_i;
 // key_end_factors = beta_i L_i / |k|, which has no beta in the other passes; beta; chunk_decay = E_32.
 struct alignas(16) TokenGates : Gates {
   float key_to_end[CHUNK];     // L_i / |k|
-  float query_inverse[CHUNK];  // 1 / |q|; only if args.normalized
+  float query_inverse[CHUNK];  // 1 / |q|; only with args.lengths
 };
 
 // A lane of the gradients' warpgroup. Warps 0 and 1 have 16 rows of queries each, warps 2 and 3 (has_keys) of keys.
@@ -155,7 +155,7 @@ __device__ __forceinline__ void store_token_gradients(const Memory& s, const Arg
 }
 
 // Makes of d the gradients with respect to queries and keys x before they were divided by their lengths |x|: only if
-// args.normalized. d is the gradient with respect to x / |x|, divided by |x|; less its component along x it is that
+// given args.lengths. d is the gradient with respect to x / |x|, divided by |x|; less its component along x it is that
 // with respect to x. `parts` get the gradient with respect to x / |x|, since sum_parts.cu divides by |x| and removes
 // that component after it has summed.
 template <class Memory, class Args>
@@ -195,7 +195,7 @@ __device__ __forceinline__ void store_gradients(Memory& s, const Args& args, con
                                                 float (&d)[Memory::BK / 64][32], const GradientLane& at) {
   using T = typename Memory::T;
   constexpr int PANELS = Memory::BK / 64;
-  if (args.normalized) undo_normalization(s, args, stage, d, at);
+  if (args.lengths.p) undo_normalization(s, args, stage, d, at);
   if (args.parts) {
     // The row of `parts` that has this head's token 0, of gradients of q or of k.
     const i64 head_row = ((at.warp / 2 * args.shape.B + work.batch) * args.shape.H + work.head) * args.shape.T;

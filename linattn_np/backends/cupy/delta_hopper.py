@@ -19,7 +19,7 @@ from .arithmetic import ceil_div
 from .delta_kernels import sum_parts
 from .delta_segments import CutInChunks, SegmentCut, join_segments, join_time, memory_of_segments
 from .gated_kernels import PANEL, TILES
-from .kernel import DOUBLE, HopperKernel
+from .kernel import DOUBLE, HopperKernel, Kernel
 from .plan import FLOAT32, Draft, TensorMap, mappable
 from .segments import mappable_once_copied
 
@@ -33,12 +33,12 @@ class DeltaScalarForwardSm90(HopperKernel):
     """o and the final state, by a block for BV columns of every (sequence, head of values). In `arguments`,
     "tensor_maps+strided" are arrays both as tensor maps and as pointers with strides. group: heads of values that share
     a head of q and k; state_k, state_v: strides of the states along K and V; wide_gate, wide_beta: whether g and beta
-    are float32; normalized: whether q and k are to be divided by their lengths."""
+    are float32; lengths: what `inverse_lengths` returns."""
 
     file = "delta/sm90/scalar_forward"
     arguments = members(
-        "tensor_maps+strided q k v o, strided? g, strided beta, shape, pointers? initial final starts, "
-        "int64s P group state_k state_v wide_gate wide_beta normalized, float64s scale"
+        "tensor_maps+strided q k v o, strided? g, strided beta, strided? lengths, shape, "
+        "pointers? initial final starts, int64s P group state_k state_v wide_gate wide_beta, float64s scale"
     )
     shared_memory = ("Shared<{dtype}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
@@ -58,8 +58,8 @@ class DeltaScalarSummarySm90(DeltaScalarForwardSm90):
 
     file = "delta/sm90/scalar_summary"
     arguments = members(
-        "tensor_maps+strided k v, strided? g, strided beta, shape, pointers? initial, pointers starts F forgets, "
-        "int64s P group state_k state_v wide_gate wide_beta normalized, float64s scale"
+        "tensor_maps+strided k v, strided? g, strided beta, strided? lengths, shape, pointers? initial, "
+        "pointers starts F forgets, int64s P group state_k state_v wide_gate wide_beta, float64s scale"
     )
 
 
@@ -69,8 +69,8 @@ class DeltaScalarBackwardStatesSm90(DeltaScalarForwardSm90):
 
     file = "delta/sm90/scalar_backward_states"
     arguments = members(
-        "tensor_maps+strided q k do_ dv, tensor_maps state_gradients, strided? g, strided beta, shape, pointers? dht "
-        "dh0 starts, int64s P group state_k state_v wide_gate wide_beta normalized, float64s scale"
+        "tensor_maps+strided q k do_ dv, tensor_maps state_gradients, strided? g, strided beta, strided? lengths, "
+        "shape, pointers? dht dh0 starts, int64s P group state_k state_v wide_gate wide_beta, float64s scale"
     )
     shared_memory = ("Shared<{dtype}, {BK}, {BV}, {outputs}>",)
     outputs: bool = True
@@ -81,11 +81,37 @@ class DeltaScalarBackwardTokensSm90(DeltaScalarForwardSm90):
 
     file = "delta/sm90/scalar_backward_tokens"
     arguments = members(
-        "tensor_maps state_gradients, tensor_maps+strided q k v do_ dv dq dk, strided? g, strided beta dbeta, "
-        "strided? dg, pointers? initial starts parts, shape, int64s P group state_k state_v wide_gate wide_beta "
-        "normalized, float64s scale"
+        "tensor_maps state_gradients, tensor_maps+strided q k v do_ dv dq dk, strided? g, strided beta, "
+        "strided? lengths, strided dbeta, strided? dg, pointers? initial starts parts, shape, "
+        "int64s P group state_k state_v wide_gate wide_beta, float64s scale"
     )
     blocks_per_multiprocessor = 1
+
+
+class DeltaInverseLengths(Kernel):
+    """The inverse lengths of queries and keys. So many `lanes` of a warp as `lanes` returns have a token."""
+
+    file = "delta/inverse_lengths"
+    arguments = members("strided q k, pointers lengths, int64s B H T_ K lanes")
+    threads = 256
+    PIECE: ClassVar[int] = 8  # numbers of a lane
+    constants = (("PIECE", "PIECE"),)
+    dtype: np.dtype
+
+    @classmethod
+    def lanes(cls, K) -> int:
+        """The lanes that have K numbers."""
+        return 1 << (ceil_div(K, cls.PIECE) - 1).bit_length()
+
+
+def inverse_lengths(draft, q, k):
+    """Launches what computes the inverse lengths of the rows of q and k, [B, H, T, 2]: Hopper's kernels would wait for
+    these longer than this takes. Returns the array."""
+    kernel, (B, H, T, K) = DeltaInverseLengths(q.dtype), q.shape
+    lengths, lanes = draft.empty((B, H, T, 2), FLOAT32), kernel.lanes(K)
+    blocks = ceil_div(B * H * T * lanes, kernel.threads)
+    draft.launch(kernel, blocks, q=q, k=k, lengths=lengths, B=B, H=H, T_=T, K=K, lanes=lanes)
+    return lengths
 
 
 def why_no_chunks(problem) -> str | None:
@@ -232,9 +258,9 @@ class ScalarOnHopper(Way):
         o, final, initial = draft.output(problem, mappable), draft.final(problem), draft.initial(problem)
         kernel, chunk = cut.forward, DeltaScalarForwardSm90.CHUNK
         shape = draft.shape(problem, spans=cut.spans(chunk), chunk=chunk)
-        how = {"normalized": problem.options.get("qk_l2norm", False)}
+        how = {"lengths": inverse_lengths(draft, *tokens[:2]) if problem.options.get("qk_l2norm") else None}
         if cut.segments > 1:
-            how |= {"P": cut.segments, "starts": launch_starts(draft, cut, tokens, shape, initial, how["normalized"])}
+            how |= {"P": cut.segments, "starts": launch_starts(draft, cut, tokens, shape, initial, how["lengths"])}
         launch_forward(draft, kernel, tokens, o, shape, problem.scale, initial, final, **how)
         return draft.plan(draft.results(problem, o, final), mode="chunk", tiles=kernel.tiles | cut.tiles)
 
@@ -251,10 +277,10 @@ def all_heads(shape) -> int:
     return shape.B * shape.row_sequences * shape.H
 
 
-def launch_starts(draft, cut, tokens, shape, initial, normalized, first_args=None):
+def launch_starts(draft, cut, tokens, shape, initial, lengths, first_args=None):
     """Launches what computes the states from which the segments of `cut` start, and returns these.
 
-    tokens : as in `launch_forward`
+    tokens, lengths : as in `launch_forward`
     first_args : the arguments of the gradients' first walk, if that is cut, too: then this also computes the gradients
         of states from which its segments start
     """
@@ -265,7 +291,7 @@ def launch_starts(draft, cut, tokens, shape, initial, normalized, first_args=Non
         kernel,
         all_heads(shape) * (kernel.grid(shape.V) + kernel.grid(shape.K)),
         **mapped(kernel, k=k, v=v),
-        **token_args(q, g, beta, shape, 1.0, normalized),
+        **token_args(q, g, beta, shape, 1.0, lengths),
         initial=initial,
         starts=starts,
         F=F,
@@ -280,16 +306,17 @@ def launch_starts(draft, cut, tokens, shape, initial, normalized, first_args=Non
     return starts
 
 
-def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, normalized=False, starts=None, P=1):
+def launch_forward(draft, kernel, tokens, o, shape, scale, initial, final, lengths=None, starts=None, P=1):
     """Launches the kernel on `tokens`: (q, k, v, g or None, beta). The heads of `shape` are those of v. initial, final:
-    float32 states [N, H, K, V]; None for zeros, and for a state that is not wanted. starts: the states from which P
-    segments of each sequence start; None if sequences are not cut."""
+    float32 states [N, H, K, V]; None for zeros, and for a state that is not wanted. lengths: what `inverse_lengths`
+    returns if q and k are to be divided by their lengths; or None. starts: the states from which P segments of each
+    sequence start; None if sequences are not cut."""
     q, k, v, g, beta = tokens
     draft.launch(
         kernel,
         all_heads(shape) * ceil_div(shape.V, kernel.BV),
         **mapped(kernel, q=q, k=k, v=v, o=o),
-        **token_args(q, g, beta, shape, scale, normalized),
+        **token_args(q, g, beta, shape, scale, lengths),
         initial=initial,
         final=final,
         starts=starts,
@@ -304,7 +331,7 @@ def mapped(kernel, **arrays) -> dict:
     return maps | {f"{name.removesuffix('_')}_rows": x for name, x in arrays.items()}
 
 
-def token_args(q, g, beta, shape, scale, normalized) -> dict:
+def token_args(q, g, beta, shape, scale, lengths) -> dict:
     """The arguments that all of these kernels have."""
     return {
         "shape": shape,
@@ -316,7 +343,7 @@ def token_args(q, g, beta, shape, scale, normalized) -> dict:
         "state_v": 1,
         "wide_gate": g is None or g.dtype == FLOAT32,
         "wide_beta": beta.dtype == FLOAT32,
-        "normalized": normalized,
+        "lengths": lengths,
     }
 
 
@@ -404,22 +431,22 @@ class ScalarGradientsOnHopper(Way):
         gradients.h0 = draft.gradient_of_state(problem)
         chunk = DeltaScalarForwardSm90.CHUNK
         whole, segments = (draft.shape(problem, spans=spans, chunk=chunk) for spans in (None, cut.spans(chunk)))
-        normalized = problem.options.get("qk_l2norm", False)
-        launch_backward(draft, cut, x, gradients, whole, segments, problem.scale, normalized)
+        x.lengths = inverse_lengths(draft, x.q, x.k) if problem.options.get("qk_l2norm") else None
+        launch_backward(draft, cut, x, gradients, whole, segments, problem.scale)
         results = tuple(getattr(gradients, name) for name in given), draft.stored_gradient(problem, gradients.h0)
         return draft.plan(results, tiles=cut.second.tiles | cut.tiles)
 
 
-def launch_backward(draft, cut, x, gradients, whole, segments, scale, normalized=False):
+def launch_backward(draft, cut, x, gradients, whole, segments, scale):
     """Launches the two kernels of gradients, before them what computes the states and gradients from which segments
     start, and after them the sums and casts of what they write.
 
-    x : q, k, v, g or None, beta, initial, do, dht
+    x : q, k, v, g or None, beta, initial, do, dht, lengths as in `launch_forward`
     gradients : the memory for their gradients by name, and h0, or None
     whole, segments : the shapes of sequences, and of the segments of `cut`; their heads are those of v
     """
     first, second, dtype, (T, K, V) = cut.first, cut.second, x.q.dtype, (whole.T, whole.K, whole.V)
-    args = token_args(x.q, x.g, x.beta, whole, scale, normalized)
+    args = token_args(x.q, x.g, x.beta, whole, scale, x.lengths)
     chunks = whole.B * whole.H * (T // second.CHUNK + whole.row_sequences)
     state_gradients = draft.empty((1, 1, chunks * second.BV, second.BK), dtype)
     first_shape, starts = segments if cut.first_segments > 1 else whole, None
@@ -432,7 +459,7 @@ def launch_backward(draft, cut, x, gradients, whole, segments, scale, normalized
     }
     if cut.segments > 1:
         tokens, args_if_cut = (x.q, x.k, x.v, x.g, x.beta), first_args if cut.first_segments > 1 else None
-        starts = launch_starts(draft, cut, tokens, segments, x.initial, normalized, args_if_cut)
+        starts = launch_starts(draft, cut, tokens, segments, x.initial, x.lengths, args_if_cut)
     draft.launch(first, all_heads(first_shape) * first.grid(V), **first_args, dh0=gradients.h0, starts=starts)
 
     def in_float32(name):
@@ -456,7 +483,8 @@ def launch_backward(draft, cut, x, gradients, whole, segments, scale, normalized
         parts=parts,
     )
     for part, name in enumerate("qk" if grouped else ""):
-        sum_parts(draft, parts[part][None], getattr(gradients, name), getattr(x, name) if normalized else None)
+        divided = None if x.lengths is None else getattr(x, name)
+        sum_parts(draft, parts[part][None], getattr(gradients, name), divided)
     for name, array in scalars.items():
         if array is not None and array is not getattr(gradients, name):
             draft.copy(array, getattr(gradients, name))
