@@ -98,8 +98,9 @@ def last_kernel(problem):
 def needs_copies(problem, device, gradient=False) -> bool:
     """Whether a call, or its pullback if `gradient`, is computed on copies whose rows are whole pieces of 16 bytes.
 
-    Hopper's own kernels read no other rows. The kernels of every card in chunks, and those of small heads, copy other
-    rows number by number, and wait for each number. So do the kernels token by token, for numbers of two bytes.
+    Hopper's own way takes rows of whole pieces only, and copies arrays itself where their addresses are not such. The
+    kernels of every card in chunks, and those of small heads, copy other rows number by number, and wait for each
+    number. So do the kernels token by token, for numbers of two bytes.
     """
     rows = rows_of(problem)
     if aligned16(*rows) or not all(x.size for x in rows) or "final_state" in problem.options:
@@ -299,7 +300,7 @@ class InChunks(Way):
 
 def launch_prepare(draft, cut, shape, inputs, arrays, prepared):
     """Launches the kernel that prepares chunks for walks. `arrays`: the inputs of the heads of `shape`."""
-    # a factor of the prepared W, where o = scale (W S + B v): the walk of a call without gradients multiplies o itself
+    # o = scale (W S + B v), prepared.cuh: for gradients W is stored times the scale. Other walks multiply o by it.
     w_scale = inputs.problem.scale if cut.prepare.gradient else 1.0
     read = arrays | inputs.common_args(shape)
     launch_reading(draft, cut.prepare, shape.all_chunks, read, w_scale=w_scale, prepared=prepared)
@@ -317,8 +318,8 @@ KEPT = 3
 
 def saved(problem, device) -> tuple[tuple, ...]:
     """(shape, dtype) of what a call keeps for its pullback: the prepared chunks, the states before them, the residuals,
-    and F, if sequences are cut into segments. Calls of KDA and RWKV-7 of at most 128 channels keep them whose pullback
-    is in chunks, too, if no array is copied; the pullbacks of others compute them again."""
+    and F, if sequences are cut into segments. Calls of KDA and RWKV-7 keep them if K is at most 128, they and their
+    pullback are in chunks, and no array is copied. Other calls keep nothing, and their pullback computes it again."""
     if not problem.gradient or rule_of(problem.op) == GATED_DELTA or problem.sizes["K"] > TILES[-1]:
         return ()
     ways = (chosen(ways, problem, device)[0] for ways in (FORWARD_WAYS, GRADIENT_WAYS))
@@ -389,6 +390,7 @@ class Gradients(Way):
         self.states = {"initial": draft.initial(problem), "dht": dht, "dh0": draft.gradient_of_state(problem)}
         self.gradients = {name: draft.like(problem[in_call]) for name, in_call in self.inputs.names.items()}
         H = problem.sizes["H"]
+        # What a call has saved is of all heads.
         heads = H if self.saved else self.inputs.heads_at_once(self.bytes_between_kernels(), self.MOST)
         for first in range(0, H, heads):
             self.launch(first, min(heads, H - first))
@@ -469,7 +471,8 @@ class GradientsByToken(Gradients):
 
     @cached_property
     def kernel(self):
-        """That with the most tokens at a time; but two blocks share a multiprocessor if there are more than these."""
+        """The kernel with the most tokens at a time that fits; if there are more blocks than multiprocessors, that of
+        which two blocks fit on one."""
         (N, H, K, V), device = self.problem.shape("N H K V"), self.device
         instance = instance_of(self.problem)
         kernel = DeltaRecurrentBackward.fitting(*instance, K, device.shared_per_block)
