@@ -75,7 +75,8 @@
 //   fetch_rows, store_rows  copy rows of an array to a tile of shared memory, and back: of those rows and columns alone
 //                        that exist; last argument: whether rows start on, and are multiples of, 16 bytes
 //   put_pair             stores a lane's two neighbouring numbers
-//   width_padded_to_8    the width of rows that value_gate's kernels store for this one
+//   padded_width         the width of rows that value_gate's kernels store for this one
+//   chunk_of_launch      the number of a chunk in such arrays
 //   chunk_tokens(shape, c)  a Span: the first token of chunk c, and the one after its last
 #include "gated/backward_channels_halves.cuh"
 #include "cards.cuh"
@@ -208,10 +209,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const float scale = float(args.scale);
   const bool vectors = args.vectors;
 
-  // Among the chunks of this launch, as value_gate/backward_scores.cu counts them.
-  const i64 chunk = (b * heads + h - args.first) * shape.NC + c;
-  const float* all_column_decays = args.decays + chunk * width_padded_to_8(shape.V);  // of this chunk; read if gated
-  const i64 width = Columns::gated ? width_padded_to_8(shape.V) : shape.V;            // columns of v and do in memory
+  const i64 chunk = chunk_of_launch(shape, heads, b, h - args.first, c);
+  const float* all_column_decays = args.decays + chunk * padded_width(shape.V);  // of this chunk; read if gated
+  const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;            // columns of v and do in memory
   // Starts the copies of columns 32 stage ... 32 stage + 31 of v and do to s.values[stage % 2].
   const auto fetch_columns = [&](int stage) {
     Values<Value>& to = s.values[stage & 1];

@@ -14,7 +14,10 @@
 // barriers  two for every 32 channels: they have been copied | operands and dS are in shared memory. Then: operands
 //           have been read, do is in shared memory | A is | do has been read | dv is in shared memory
 // numerics  products as in fragments.cuh; scores as in backward_channels.cu, q_i . k_i in float32; if a gate of a
-//           sub-chunk exceeds GROWTH, its scores are computed pair by pair (growth.cuh)
+//           sub-chunk exceeds GROWTH, its scores are computed pair by pair (growth.cuh). Factors that make up for what
+//           tf32 products cut off their operands: of scores that are products TF32_CORRECTION_OF_BOTH; of A do
+//           TF32_CORRECTION<M> of A times TF32_CORRECTION<M, T> of do, in `scale`; of dS^T (L_j k_j)
+//           TF32_CORRECTION_OF_BOTH, in `ends`
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    BV of 64, 128
 //
@@ -146,7 +149,8 @@ __global__ void __launch_bounds__(
   *reinterpret_cast<float2*>(s.self_scores[warp] + 2 * lane) = {0.f, 0.f};
   __syncwarp();  // self_scores are zero
   const int channel_parts = int((shape.K + CHANNELS - 1) / CHANNELS);
-  if (threadIdx.x < NUM_SUBCHUNKS) s.grows[threadIdx.x] = false;
+  if (threadIdx.x < NUM_SUBCHUNKS)
+    s.grows[threadIdx.x] = false;  // before the loop's first barrier; then threads set true
   fetch(0);
   cp_async_commit();
 #pragma unroll 1
@@ -195,7 +199,7 @@ __global__ void __launch_bounds__(
     __syncthreads();  // the operands and dS are in shared memory; q, k and g have been read
     if (n + 1 < channel_parts) {
       fetch(n + 1);
-    } else {
+    } else {  // over q, k and g
       fetch_rows<CHUNK, BV>(s.do_, args.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
     }
     cp_async_commit();
@@ -216,7 +220,7 @@ __global__ void __launch_bounds__(
   }
   cp_async_wait<0>();
   __syncthreads();  // the operands have been read; do and self_scores are in shared memory
-  // The factor of A, which is multiplied by do. Scores that are products also have the factor TF32_CORRECTION_OF_BOTH.
+  // The factor of A, which is multiplied by do.
   const float scale = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> * float(args.scale);
   // Stores a block of 16 x 16 scores in A: (row, column) of the chunk's 4 x 4.
   const auto put_block = [&](const float (&d)[2][4], int row, int column, float correction) {

@@ -57,8 +57,11 @@ template <class M> constexpr float STORED_SCORE = TF32_CORRECTION_OF_BOTH<M>;
 // e^-70 at least (decays.cuh): e^-90 is below float32's normal numbers, which end at e^-87. 2^22 is e^15.
 constexpr float NEAR_SCALE = 4194304.f;  // 2^22
 
-// The width of rows that one kernel stores for another: a multiple of 8, with zeros after `width`.
-__device__ __forceinline__ i64 width_padded_to_8(i64 width) { return (width + 7) / 8 * 8; }
+// The width of rows that one kernel stores for another: a multiple of ROW_MULTIPLE, with zeros after `width`.
+constexpr int ROW_MULTIPLE = 8;
+__device__ __forceinline__ i64 padded_width(i64 width) {
+  return (width + ROW_MULTIPLE - 1) / ROW_MULTIPLE * ROW_MULTIPLE;
+}
 
 // Stores the rows and columns of a tile that are inside the array; arguments as in fetch_rows.
 template <int ROWS, int COLS, typename T>
@@ -86,6 +89,11 @@ __device__ __forceinline__ void store_rows(const StridedRows<T>& x, const T* s, 
 }
 
 // ---- states in memory -------------------------------------------------------------------------------------------
+
+// The number of a chunk of a batch row in arrays that one kernel stores for another, of the launch's `heads` heads.
+__device__ __forceinline__ i64 chunk_of_launch(const Shape& shape, i64 heads, i64 batch, i64 head, i64 chunk) {
+  return (batch * heads + head) * shape.NC + chunk;
+}
 
 // state_tile_index: the index in `states` of a tile of 64 channels by 64 columns of V: tile k_tile, v_tile of a state
 // S, or, `backwards`, of dS. A tile consists of 8 x 8 matrices, first the eight of the upper 8 rows, then the next

@@ -6,7 +6,7 @@
 //           i; A_ii = scale q_i . k_i, in `diagonal`;
 //           starts: q decayed from the chunk's start; ends: k decayed to its end; decays: those over the chunk
 // shapes    q k g [B, H, T, K]; starts, ends [B, heads, T, K], decays [B, heads, NC, K] float32, all three with K
-//           padded (width_padded_to_8); scores [B, heads, NC, 64, 64], whose blocks above the diagonal are not written,
+//           padded (padded_width); scores [B, heads, NC, 64, 64], whose blocks above the diagonal are not written,
 //           diagonal [B, heads, NC, 64], growth [B, heads, NC] float32; scores, starts and ends are bfloat16 if T is,
 //           else float32
 // grid      value_gate.py launches a block for every (batch, head, chunk)
@@ -84,9 +84,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   // tokens 2t and 2t + 1 of each of the NUM_SUBCHUNKS sub-chunks.
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 8 * warp;
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
-  // The chunk is number `chunk` in the results; the head is number `head` of this launch's, h of all; b: the batch row.
+  // The chunk is number `chunk` in the results, as chunk_of_launch (backward.cuh) counts; the head is number `head` of
+  // this launch's, h of all; b: the batch row.
   const int chunk_of_row = blockIdx.x % NC, head = blockIdx.x / NC % heads, b = blockIdx.x / NC / heads;
-  const i64 h = args.first + head, chunk = blockIdx.x, width = width_padded_to_8(shape.K);
+  const i64 h = args.first + head, chunk = blockIdx.x, width = padded_width(shape.K);
   const Span span = chunk_tokens(shape, chunk_of_row);
   const bool vectors = args.vectors;
 

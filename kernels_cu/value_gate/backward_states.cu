@@ -4,7 +4,7 @@
 //           S <- D S E + (k decayed to the chunk's end)^T (v decayed to its end);   backwards
 //           dS <- D dS E + scale (q decayed from the chunk's start)^T (do decayed from its start)
 //           A block walks in one direction, and calls S what it walks with: S, or dS
-// shapes    From backward_scores.cu, with K and V padded to multiples of 8 (width_padded_to_8): decayed q k [B, heads,
+// shapes    From backward_scores.cu, with K and V padded to multiples of 8 (padded_width): decayed q k [B, heads,
 //           T, K] and v do [B, heads, T, V], channel_decays [B, heads, NC, K], column_decays [B, heads, NC, V] float32;
 //           channel_growth, column_growth [B, heads, NC] float32: the largest sum over the chunk of one channel's
 //           (column's) gates above 0, in nats, or 0 if no gate is above 1 nat. Not padded: g, given_q, given_k [B, H,
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     if (step < steps) {
       Stage<Stored>& in = s.stages[step % STAGES];
       const i64 token = span.start + STEP * (backwards ? steps - 1 - step : step), stop = span.stop;
-      const i64 width[2] = {width_padded_to_8(K), width_padded_to_8(V)};
+      const i64 width[2] = {padded_width(K), padded_width(V)};
       fetch_rows<STEP, TILE>(in.x, backwards ? args.q : args.k, batch, head, token, stop, k_tile * TILE, width[0],
                              WHOLE_PIECES);
       fetch_rows<STEP, TILE>(in.y, backwards ? args.do_ : args.v, batch, head, token, stop, v_tile * TILE, width[1],
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       if (step % STEPS == STEPS - 1 && threadIdx.x < 2 * TILE / 4) {
         const int side = threadIdx.x / (TILE / 4), index = threadIdx.x % (TILE / 4) * 4;
         const i64 first = (side ? v_tile : k_tile) * TILE + index,
-                  chunk = (i64(batch) * heads + head) * shape.NC + chunk_of(step);
+                  chunk = chunk_of_launch(shape, heads, batch, head, chunk_of(step));
         const bool exists = first < width[side];
         const float* from =
             (side ? args.column_decays : args.channel_decays) + (exists ? chunk * width[side] + first : 0);
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       Stored* to = static_cast<Stored*>(args.chunk_states) +
                    state_tile_index(shape, heads, backwards, batch, head, chunk_of(step), k_tile, v_tile);
       store_in_tiles(to, S, false);
-      const i64 chunk = (i64(batch) * heads + head) * shape.NC + chunk_of(step);
+      const i64 chunk = chunk_of_launch(shape, heads, batch, head, chunk_of(step));
       by_token = args.channel_growth[chunk] + args.column_growth[chunk] > BY_CHUNK;
       if (by_token) {
         StatePart in_memory;

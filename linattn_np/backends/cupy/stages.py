@@ -13,6 +13,7 @@ with B batch, H heads, T tokens, K channels, V columns and NC chunks. Stages 3 t
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -72,17 +73,18 @@ class IntraChunk(GatedKernel):
     file = "stages/intra_chunk"
     arguments = members("strided q k g, pointers u, strided A, shape, int64s bytes")
     shared_memory = ("Shared<{BK}>",)
-    constants = (("ROWS<{BK}>", "rows"),)
+    WARP_ROWS: ClassVar[int] = 16
+    constants = (("ROWS<{BK}>", "rows"), ("WARP_ROWS", "WARP_ROWS"))
     BK: int
 
     @property
     def rows(self):
-        """Rows of scores per block: a warp has SUB_CHUNK of them."""
+        """Rows of scores per block: a warp has WARP_ROWS of them."""
         return 32 if self.BK > 128 else 64
 
     @property
     def threads(self):
-        return 32 * self.rows // SUB_CHUNK
+        return 32 * self.rows // self.WARP_ROWS
 
 
 class Combine(Kernel):

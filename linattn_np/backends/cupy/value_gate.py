@@ -10,12 +10,13 @@ Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns, NC chunks
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 
 from . import aligned_copies, float64, gated, gated_backward, segments
 from .arguments import members
-from .arithmetic import ceil_div
+from .arithmetic import ceil_div, padded
 from .gated_forward import PortableForward, SmallForward
 from .gated_kernels import (
     CHANNELS,
@@ -89,6 +90,8 @@ class ValueGateBackwardScores(Kernel):
     )
     shared_memory = ("Shared<{dtype}, {gate}, {products}>",)
     threads = 128
+    ROW_MULTIPLE: ClassVar[int] = 8  # rows of `starts`, `ends` and `decays` are padded to multiples of it
+    constants = (("ROW_MULTIPLE", "ROW_MULTIPLE"),)
     dtype: np.dtype
     gate: np.dtype
     products: int
@@ -263,9 +266,14 @@ class ValueGateSide:
         B, T, K, V = problem.shape("B T K V")
         self.K, self.V = (V, K) if transposed else (K, V)
         self.shape = draft.shape(problem, None, kernel.CHUNK, K=self.K, V=self.V)
-        stored, chunks, width = kernel.stored, (B, heads, self.shape.NC), ceil_div(self.K, 8) * 8
+        stored, chunks, width = (
+            kernel.stored,
+            (B, heads, self.shape.NC),
+            padded(self.K, ValueGateBackwardScores.ROW_MULTIPLE),
+        )
         self.starts, self.ends = (draft.empty((B, heads, T, width), stored) for _ in range(2))
-        scores, diagonal = draft.empty((*chunks, 64, 64), stored), draft.empty((*chunks, 64), FLOAT32)
+        scores = draft.empty((*chunks, kernel.CHUNK, kernel.CHUNK), stored)
+        diagonal = draft.empty((*chunks, kernel.CHUNK), FLOAT32)
         self.scores = {"scores": scores, "diagonal": diagonal, "decays": draft.empty((*chunks, width), FLOAT32)}
         self.growth = draft.empty(chunks, FLOAT32)
         self.kernel = replace(kernel, columns="GatedTurned" if transposed else "Gated")
