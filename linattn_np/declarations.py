@@ -138,7 +138,8 @@ SIMPLE_GLA_SHARED = replace(SIMPLE_GLA, derived=RepeatedKeyHeads(SIMPLE_GLA))
 
 
 class RetentionOp(Op):
-    """The declaration of retention, whose decay is a constant of each head: an option of the problem, no array."""
+    """The declaration of retention, whose decay is a constant of each head: an option of the problem, `log_decay`, and
+    no array."""
 
     def check(self, inputs, *, gamma=None, **arguments):
         problem = super().check(inputs, **arguments)
@@ -175,7 +176,10 @@ FEATURE_MAPS = (None, "elu", "relu", "exp")
 
 
 class LinearAttentionOp(Op):
-    """The declaration of linear attention. With `normalize` its state has a second part, the keys' sum z [N, H, K]."""
+    """The declaration of linear attention. With `normalize` its state has a second part, the keys' sum z [N, H, K].
+
+    Options of the problem: `feature_map`, a name in FEATURE_MAPS, and `normalize`.
+    """
 
     def check(self, inputs, *, feature_map=None, normalize=False, **arguments):
         self.one_of("feature_map", feature_map, FEATURE_MAPS)
@@ -365,6 +369,7 @@ class StepOp(Op):
 
     The state may be a pool; `slots` then names each sequence's row. With `pending` (speculative decoding) the arrays
     have an axis of tokens. These are kept in `pending`; the next call writes the first `accepted` of them to the state.
+    All four are options of the problem.
     """
 
     @classmethod

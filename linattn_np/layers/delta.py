@@ -99,19 +99,13 @@ class DeltaLayer(Layer):
         (o, final), pull = vjp(self.operator, *arrays, **self.options(start, cu_seqlens))
         y, pull_output = self.output(inputs, o)
 
-        def pullback(dy, dstate=None):
-            if dy.shape != y.shape:
-                self.refuse(f"dy is {dy.shape}, expected {y.shape} like y")
-            through_gate, do, gradients = pull_output(self.checked_input("dy", dy, 3))
+        def pull_heads(do, dstate):
             dfinal, dconv_end = (None, None) if dstate is None else dstate
-            darrays = pull(do, dfinal)
-            through_heads, dconv_start, projection_gradients = pull_project(darrays[: len(arrays)], dconv_end)
-            dx = (through_gate + through_heads).astype(x.dtype, copy=False)
-            state_gradients = [] if state is None else [(*darrays[len(arrays) :], dconv_start)]
-            gradients |= projection_gradients
-            return dx, {name: gradients[name] for name in self.weights}, *state_gradients
+            darrays = pull(do, dfinal)  # then the initial state's gradient, if a state was given
+            dx, dconv_start, gradients = pull_project(darrays[: len(arrays)], dconv_end)
+            return dx, gradients, *([] if state is None else [(*darrays[len(arrays) :], dconv_start)])
 
-        return (y.astype(x.dtype, copy=False), (final, conv_end)), pullback
+        return (y.astype(x.dtype, copy=False), (final, conv_end)), self.pullback(x, y, pull_output, pull_heads)
 
     def options(self, start, cu_seqlens) -> dict:
         """The keyword arguments of the operator."""

@@ -140,17 +140,11 @@ class GatedLinearAttention(Layer):
         )
         y, pull_output = self.output(inputs, o)
 
-        def pullback(dy, dstate=None):
-            if dy.shape != y.shape:
-                self.refuse(f"dy is {dy.shape}, expected {y.shape} like y")
-            through_gate, do, gradients = pull_output(self.checked_input("dy", dy, 3))
+        def pull_heads(do, dstate):
             dq, dk, dv, dg, *dstates = pull_gla(do, dstate)  # dstates: one gradient if a state was given, else none
-            through_heads, projection_gradients = pull_project(dq, dk, dv, dg)
-            dx = (through_gate + through_heads).astype(x.dtype, copy=False)
-            gradients |= projection_gradients
-            return dx, {name: gradients[name] for name in self.weights}, *dstates
+            return *pull_project(dq, dk, dv, dg), *dstates
 
-        return (y.astype(x.dtype, copy=False), final), pullback
+        return (y.astype(x.dtype, copy=False), final), self.pullback(x, y, pull_output, pull_heads)
 
     # -- before the operator ---------------------------------------------------------------------------------------
     def project(self, x):

@@ -97,6 +97,22 @@ class Layer:
 
         return y, pullback
 
+    def pullback(self, x, y, pull_output, pull_heads):
+        """The pullback that a layer's `vjp` returns, for its input x and output y. `pull_output`: that of `output`.
+        pull_heads(do, gradient of the final state or None) returns the gradient of x through the operator's arrays,
+        {name: gradient} of weights, and that of the initial state if one was given."""
+
+        def pull(dy, dstate=None):
+            if dy.shape != y.shape:
+                self.refuse(f"dy is {dy.shape}, expected {y.shape} like y")
+            through_gate, do, gradients = pull_output(self.checked_input("dy", dy, 3))
+            through_heads, more_gradients, *state_gradients = pull_heads(do, dstate)
+            gradients |= more_gradients
+            dx = (through_gate + through_heads).astype(x.dtype, copy=False)
+            return dx, {name: gradients[name] for name in self.weights}, *state_gradients
+
+        return pull
+
     # -- checks ------------------------------------------------------------------------------------------------------
     def checked_copies(self, weights: Mapping) -> dict:
         """Copies of `weights` in the layer's dtype, after checking them; sets `home` and `dtype`."""

@@ -282,7 +282,7 @@ class Scores:
 
 def read_out(schedule, rows, segment, scores, h, o, scratch):
     """o = scale (qg h + A v); returns whether it is accurate. It takes the memory of kg and of the gates' sums, which
-    are no longer needed."""
+    are no longer needed: scores that last have memory of their own."""
     weighted_values = np.matmul(scores.A, scores.v, out=scratch("kg", scores.v.shape))
     in_place = segment.view(o[rows], schedule.dtype)
     o_part = scratch("gate_sums", weighted_values.shape) if in_place is None else in_place
