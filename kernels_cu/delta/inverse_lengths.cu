@@ -35,6 +35,7 @@ template <typename T> __device__ __forceinline__ float squares_of(const uint4& p
 }
 
 template <typename T> __global__ void __launch_bounds__(256) delta_inverse_lengths(const Args<T> args) {
+  static_assert(PIECE * sizeof(T) == sizeof(uint4));
   const u32 lanes = u32(args.lanes), lane = threadIdx.x % lanes;
   const i64 row = (i64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes, head = row / args.T_, t = row - head * args.T_;
   const i64 b = head / args.H, h = head - b * args.H;

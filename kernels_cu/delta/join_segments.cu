@@ -114,7 +114,7 @@ __device__ __forceinline__ void join(Shared<R, BK>& s, const Args<R>& args, R* s
   constexpr int ACROSS = (BACKWARDS ? BK : PANEL) / PIECE, DOWN = THREADS / ACROSS;
   static_assert(ROWS % DOWN == 0 && (!Own<R>::TENSOR || PANEL % 16 == 0), "whole copies, whole steps of products");
   const u32 tiles = u32(args.V + BV - 1) / BV, H = u32(args.H), pair = block / tiles, h = pair % H, n = pair / H;
-  const int K = int(args.K), V = int(args.V), P = int(args.P), F_stride = (K + 3) / 4 * 4;
+  const int K = int(args.K), V = int(args.V), P = int(args.P), F_stride = padded_to_4(K);
   const int first_column = int(block % tiles) * BV;
   const Own<R> own;
   const int direction = BACKWARDS ? -1 : 1, steps = P - 2;

@@ -6,6 +6,9 @@
 //   shape.H: heads of values
 //   tokens_of, chunks_of: those of a sequence
 
+// n rounded up to a multiple of 4: channels of a row of F, and of a kept state, of which the last ones are zeros.
+template <typename N> __device__ __forceinline__ constexpr N padded_to_4(N n) { return (n + 3) / 4 * 4; }
+
 // Whether x is neither infinite nor NaN.
 template <typename R> __device__ __forceinline__ bool is_finite(R x) { return x - x == R(0); }
 

@@ -54,7 +54,7 @@ template <bool BACKWARDS, bool OUTPUTS, int BK, int BV> struct BlockOfWalk {
     first_column = (computes_F ? tile - value_tiles : tile) * BV;
     const bool whole = OUTPUTS && is_whole<BACKWARDS>(shape, P, n, h, starts, first_column, BV);
     segment = segment_of<BACKWARDS>(OUTPUTS, shape, P, n, h, given, starts, final, whole);
-    width = computes_F ? (shape.K + 3) / 4 * 4 : shape.V, columns = int(min(width - first_column, i64(BV)));
+    width = computes_F ? padded_to_4(shape.K) : shape.V, columns = int(min(width - first_column, i64(BV)));
     tokens = int(segment.tokens.stop - segment.tokens.start);
   }
   // Whether join_segments.cu, or the caller, needs the result.

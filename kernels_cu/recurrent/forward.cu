@@ -39,6 +39,7 @@ template <class ReadOrder, typename T, typename G, int BK, bool GATED>
 __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G> args) {
   constexpr int THREAD_CHANNELS = BK / WARPS;
   static_assert(BV == 32 && BK % WARPS == 0, "a lane has a column, a warp an equal share of the channels");
+  static_assert(WARPS == 4, "o is the sum of four parts");
   static_assert(!(GATED && ReadOrder::reads_before_write), "columns have gates in GLA only");
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;

@@ -87,9 +87,9 @@ __global__ void __launch_bounds__(THREADS_OF<Wider<T, S>, BK>, 1) recurrent_step
   using R = Wider<T, S>;
   constexpr int BV = COLUMNS<R, BK>, BLOCK = THREADS_OF<R, BK>, BLOCK_WARPS = BLOCK / 32, LANE_COLUMNS = 16 / sizeof(S),
                 LANES = BV / LANE_COLUMNS, CHANNELS_AT_ONCE = BLOCK / LANES, LANE_CHANNELS = BK / CHANNELS_AT_ONCE;
-  // LANES neighbouring threads have the BV columns of one channel.
-  // A warp has all BV columns. So sums over its lanes LANES apart, and then over warps, are sums over channels alone.
-  static_assert(LANES <= 32, "a warp has all columns: the sums over warps are those over channels");
+  // LANES neighbouring threads have the BV columns of one channel. So sums over a warp's lanes LANES apart, and then
+  // over warps, are sums over channels alone.
+  static_assert(LANES <= 32, "a warp has all columns");
   static_assert(LANE_CHANNELS * CHANNELS_AT_ONCE == BK && BLOCK >= 2 * BV, "threads have all channels, and all sums");
   struct alignas(16) Piece {
     S x[LANE_COLUMNS];

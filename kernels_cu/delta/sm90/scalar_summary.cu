@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<SUMMARY, BK, BV>::B
   if (segment.last || (is_F && segment.first)) return;
   Ends ends = {is_F, is_F, is_F ? nullptr : segment.from, segment.to, int(shape.V)};
   if (is_F) {
-    ends.width = (int(shape.K) + 3) / 4 * 4;  // rows are padded with zeros
+    ends.width = padded_to_4(int(shape.K));
     ends.to = args.F + work.sequence_head * shape.K * ends.width;
   }
   const int chunks = remembered_chunks<FORWARDS>(s, args, work);
