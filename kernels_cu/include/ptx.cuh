@@ -94,7 +94,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// log2(x) of x above 0, to 2^-22; -inf of 0, and of x below the normal range.
+// log2(x) of x above 0: the error is 2^-22 at most, for x between 1/2 and 2, else 2^-22 of the result; -inf of 0, and
+// of x below the normal range.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -129,8 +130,8 @@ __device__ __forceinline__ void hide_origin(int& x) { asm volatile("" : "+r"(x))
 __device__ __forceinline__ void hide_origin(u64& x) { asm volatile("" : "+l"(x)); }
 
 // A copy of x in a register of its own, for operands of products that still run while x changes; -0 becomes 0. Computed
-// by an addition: CUDA 13.2's assembler drops a move, and then has products wait for each other if x is half of all
-// registers.
+// by an addition: CUDA 13.2's assembler drops a move, and then has products wait for each other if such operands take
+// half of a thread's registers.
 __device__ __forceinline__ u32 copy_of(float x) {
   u32 y;
   asm volatile("add.f32 %0, %1, 0f00000000;" : "=r"(y) : "f"(x));
@@ -176,8 +177,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], c
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// D[16, 8] = A[16, 16] B[16, 8] + C[16, 8] in float16: a and b as above, c as d.
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4]) {
+// D[16, 8] = A[16, 16] B[16, 8] + C[16, 8] of float16 operands, with float32 sums: a and b as above, c as d.
+__device__ __forceinline__ void mma_f16_plus(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%10,%11,%12,%13};"
@@ -368,4 +369,4 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-#include "ptx_sm90.cuh"
+#include "ptx_sm90.cuh"  // last: it needs the types above

@@ -180,7 +180,7 @@ inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], T,
   emulator::multiply_own<T>("mma_m16n8k16", d, a, b, where);
 }
 
-inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4],
+inline void mma_f16_plus(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4],
                          emulator::Where where = emulator::here()) {
   for (int i = 0; i < 4; ++i) d[i] = c[i];
   mma_m16n8k16(d, a, b, f16{}, where);

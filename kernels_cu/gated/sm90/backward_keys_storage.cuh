@@ -38,7 +38,7 @@ template <typename T, typename G> struct Args {
 };
 
 template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
-  // queries_within (backward_scores.cuh) counts on this order of q, k and g.
+  // queries_within (backward_scores.cuh) counts on this order of q, k and g, as Shared asserts.
   Tile<T, BK> q, k;  // q: then half of the queries within sub-chunks, then dk; k: then keys decayed to the chunk's end
   Tile<G, BK> g, query_share;  // g: then the other half of the queries within sub-chunks, then dg
   static_assert(sizeof(Tile<T, BK>) + sizeof(Tile<G, BK>) >= sizeof(Tile<float, BK>), "queries within sub-chunks");
@@ -72,8 +72,12 @@ template <int BK> struct SelfScores<float, BK> {
 
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   static constexpr int STAGES = 2, VALUE_STAGES = sizeof(G) == 2 ? 3 : 2;  // as many as fit
-  ChannelStage<T, G, BK> channels[STAGES];
-  ValueStage<T, BV> values[VALUE_STAGES];
+  using Channels = ChannelStage<T, G, BK>;
+  using Columns = ValueStage<T, BV>;
+  static_assert(OFFSET_OF(Channels, q) == 0 && OFFSET_OF(Channels, g) == 2 * sizeof(Tile<T, BK>), "queries_within");
+  static_assert(OFFSET_OF(Columns, dA) == OFFSET_OF(Columns, do_) + sizeof(Tile<T, BV>), "multiply_rows");
+  Channels channels[STAGES];
+  Columns values[VALUE_STAGES];
   T dS[BK / 64][BV][64];  // [column of V, channel], swizzled; of a chunk token by token the parts of dv
   static_assert(sizeof(T) * BK * BV >= sizeof(float) * SUB_CHUNK * (BK / 16) * BV, "parts (compute_keys_by_token)");
   FloatTile<BV> float_v;  // v of the next chunk, for products with dS in tf32

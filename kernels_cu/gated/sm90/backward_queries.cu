@@ -479,6 +479,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = segment.tokens;
   const int checkpoint = first_checkpoint(args.shape, segment);
   constexpr Loads LOADS = ::LOADS<ReadOrder, G, BV>;
+  constexpr bool LOADS_AGAIN = LOADS != ONCE;  // the first gates are then clamped, for pairs within sub-chunks alone
   // With float16 data and gates and 128 columns, registers are too few to hold a lane's offsets: `opaque` only hides
   // from the compiler where x comes from.
   constexpr bool HOLDS_OFFSETS = !(IS_FLOAT16<T> && sizeof(G) == 2 && BV == 128);
@@ -502,7 +503,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   TokenOperands<T, G> operands;
   const auto has_chunk = [&](int iteration) { return (iteration - chunks_before) * CHUNK < tokens; };
   const auto load_for_pairs_within = [&](Stage<T, G, BK, BV>& in) {
-    operands.template load<LOADS != ONCE>(warpgroup_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
+    operands.template load<LOADS_AGAIN>(warpgroup_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
   };
   // Starts the product S do of a chunk; unless LATE, loads its inputs. What it does after the last chunk is not used.
   const auto start_chunk = [&](int iteration) {
@@ -528,9 +529,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if (LOADS == LATE) load_for_pairs_within(in);
     wgmma_wait<0>();  // from_state, which start_chunk computes, is complete; start_state_write below may change S
     wgmma_fence_operand(from_state);
-    set_pairs_within<LOADS != ONCE, ReadOrder>(results, operands, counts, dA_reader, in.dA, u, du);
-    const bool by_token = decay_keys_of_chunk<LOADS != ONCE, ReadOrder>(
-        keys, operands, warpgroup_panels(in.g, warpgroup), in.k[warpgroup], counts, dA_reader, offset);
+    set_pairs_within<LOADS_AGAIN, ReadOrder>(results, operands, counts, dA_reader, in.dA, u, du);
+    const bool by_token = decay_keys_of_chunk<LOADS_AGAIN, ReadOrder>(keys, operands, warpgroup_panels(in.g, warpgroup),
+                                                                      in.k[warpgroup], counts, dA_reader, offset);
     // If by_token, the rest of this function computes infinite or NaN numbers for the chunk, which are not used. Its
     // terms of du, which have no decays, are.
     if (by_token) {
@@ -543,8 +544,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     wgmma_fence();
     start_state_write<T, BV>(S, keys.to_end, in.v);  // runs beside what follows, until the next wgmma_wait
     wgmma_commit();
-    add_pairs_across<LOADS != ONCE, ReadOrder>(results, operands, keys, from_state, in.q[warpgroup], counts, dA_reader,
-                                               scale, offset);
+    add_pairs_across<LOADS_AGAIN, ReadOrder>(results, operands, keys, from_state, in.q[warpgroup], counts, dA_reader,
+                                             scale, offset);
 
     // Of the lane's two channels sum_i q_i from_state_i: the sum over all tokens of query_term - key_term, in which the
     // two terms of each pair of the chunk cancel.

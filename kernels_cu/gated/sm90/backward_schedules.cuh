@@ -17,7 +17,7 @@
 //           InTurn            P = 1, not joined; any number of blocks, as many as the card holds. Block n computes the
 //                             numbers n, n + gridDim.x, ... one after the other, and copies a sequence's first chunks
 //                             while it computes the last ones of the one before
-// tests     test_gradient_segments; the rest of those of backward_queries.cu
+// tests     test_gradient_segments, and the other tests in the head of backward_queries.cu
 //
 // From chunk_copies.cuh: WorkTile, the segment of a head. Its names say "sequence", and mean segments here: `sequence`,
 // the segment's number in the batch; sequence_head, the number as above; batch row and head; first token `start` and
@@ -47,7 +47,7 @@ __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 number, i
   WorkTile work = work_tile(shape, number);
   const u32 segment = u32(work.sequence) % u32(shape.row_sequences);  // of its batch row
   // The row of a segment's first chunk is start / CHUNK, rounded down, plus the number of sequences before it in the
-  // batch row. work_tile, whose argument P is 1 here, has added the number of segments instead.
+  // batch row. work_tile is called without its P, so it has added the number of segments instead.
   work.chunk_row += i64(segment / u32(P)) - segment;
   return work;
 }
@@ -56,12 +56,12 @@ template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Sh
   // In the second pass blocks go from the last number to the first, unless joined: of what the first pass computed last
   // some tokens are still in L2.
   const u32 in_order = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  // If joined: `sequence` is (sequence of the batch) * H + head; first_segment: which of the sequence's segments 0, 1
-  // and 2 is the block's first one in time.
-  const u32 H = u32(shape.H), half = gridDim.x / 2, sequence = blockIdx.x < half ? blockIdx.x : blockIdx.x - half;
+  // If joined: sequence_head is (sequence of the batch) * H + head; first_segment: which of the sequence's segments 0,
+  // 1 and 2 is the block's first one in time.
+  const u32 H = u32(shape.H), half = gridDim.x / 2, sequence_head = blockIdx.x < half ? blockIdx.x : blockIdx.x - half;
   const bool has_two = joined && blockIdx.x < half;
   const u32 first_segment = BACKWARDS ? 2 * !has_two : has_two;
-  const u32 number = joined ? (sequence / H * 3 + first_segment) * H + sequence % H : in_order;
+  const u32 number = joined ? (sequence_head / H * 3 + first_segment) * H + sequence_head % H : in_order;
   Segment work = {segment_at(shape, number, P), number};
   if (has_two) work.last_sequence_head += H, work.tokens += work_tile(shape, number + H).tokens;
   return work;
@@ -120,9 +120,9 @@ template <bool BACKWARDS> struct Cursor {
 };
 
 // The places of the last PLACES chunks that a warp has begun to copy: at(n) holds until next(shape, n + PLACES). So
-// PLACES counts the chunks from the one whose results the warp stores next to the last one that it copies. In shared
-// memory, since registers are scarce; all lanes of the warp call the functions. OneEach needs none: there a chunk's
-// place follows from its iteration.
+// PLACES must be at least the number of chunks that the warp holds at a time: from the chunk whose results it stores
+// next, up to the chunk that it copies last, both counted. In shared memory, since registers are scarce; all lanes of
+// the warp call the functions. OneEach needs none: there a chunk's place follows from its iteration.
 template <class Schedule, bool BACKWARDS, int PLACES> struct ChunkPlaces {};
 template <bool BACKWARDS, int PLACES> struct ChunkPlaces<InTurn, BACKWARDS, PLACES> {
   WorkTile places[PLACES];   // the first member, so that at() adds nothing to the struct's address
@@ -133,7 +133,8 @@ template <bool BACKWARDS, int PLACES> struct ChunkPlaces<InTurn, BACKWARDS, PLAC
     if ((threadIdx.x & 31) == 0) cursor.begin(shape, blockIdx.x);
     __syncwarp();  // all lanes see the cursor
   }
-  // Stores the place of the next chunk, which is that of `iteration`; false if the block has no more.
+  // Stores the place of the next chunk, which is that of `iteration`; false if the block has no more. Calls count up
+  // from iteration 0. Sequences without tokens have no iteration, as in each_segment.
   __device__ __forceinline__ bool next(const Shape& shape, int iteration) {
     if (cursor.at_end(shape)) return false;
     __syncwarp();  // all lanes have read the cursor

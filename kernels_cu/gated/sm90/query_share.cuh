@@ -104,8 +104,8 @@ template <typename G> __device__ __forceinline__ float query_share_value(G x, fl
   return to_float(x);
 }
 
-// This lane's register of an 8 x 8 identity matrix in float16, as a right operand of `mma`. A product with it returns
-// the left operand in the layout of an accumulator.
+// This lane's register of an 8 x 8 identity matrix in float16, as a right operand of mma_f16_plus. A product with it
+// returns the left operand in the layout of an accumulator.
 __device__ __forceinline__ u32 identity_of_lane() {
   const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
   return token == i ? 0x3c00u : token + 1 == i ? 0x3c000000u : 0;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void add_query_share(LaneChunk& x, G (*panels)[CHUNK]
     for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
       LaneSubChunk share;  // in units, with the state's term
       // Of an operand's registers, which have two sub-chunks, the identity takes one.
-      mma_m16n8k16(share, packed[n / 2], {n % 2 ? 0 : identity, n % 2 ? identity : 0}, in_units);
+      mma_f16_plus(share, packed[n / 2], {n % 2 ? 0 : identity, n % 2 ? identity : 0}, in_units);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[n][i] = fmaf(unit[i / 2], share[i], x[n][i]);
     }
