@@ -76,6 +76,7 @@ class CudaDecoder(NotCopied):
     default_sizes: ClassVar[dict[str, int]] = {}  # axis -> the size that kernels take where no parameter has the axis
     step_class: ClassVar[type[DecodingStep]]  # makes the plan of a step
     operations: ClassVar[type[MixOperations]]  # makes the plan of a layer for prompts
+    one_launch: ClassVar[type[kernels.DecodeFew]]  # the kernel that computes all layers of one sequence on Hopper
 
     def __init__(
         self, weights: Mapping, dtype, batch: int = 1, device=None, loaded=lambda array: None, state_dtype=FLOAT32
@@ -136,11 +137,13 @@ class CudaDecoder(NotCopied):
         """Chooses how the products of a step are computed: sets `kernel` and `by_rows`, and returns (terms, X), the
         form of their vectors.
 
-        kernel : the result of `kernel_of_all_layers`; None if each product has a kernel of its own
+        kernel : (the instance of `one_launch`, bytes of shared memory for it besides its own); None if there is no such
+            instance: then each product has a kernel of its own
         by_rows : whether `Matvec`, or the kernel of all layers, computes the products, from float32 vectors
         """
         on_hopper = self.device.capability == HOPPER
-        self.kernel = self.kernel_of_all_layers() if self.batch == 1 and on_hopper else None
+        dtypes, is_one = (self.matrix_dtype, self.state_dtype), self.batch == 1
+        self.kernel = self.one_launch.fitting(*dtypes, self.sizes, self.device) if is_one and on_hopper else None
         few = self.batch <= model_products.Matvec.COLUMNS
         has_batch_product = on_hopper and self.matrix_dtype in model_products.BatchProduct.DTYPES
         in_terms = few and not self.kernel and has_batch_product  # `BatchProduct` takes float32 vectors as terms
@@ -165,11 +168,6 @@ class CudaDecoder(NotCopied):
     def version_buffers(self, terms, X) -> dict:
         """The further buffers that a version needs, by name. An input of a product is the sum of `terms` vectors of
         dtype X."""
-        raise NotImplementedError
-
-    def kernel_of_all_layers(self) -> tuple | None:
-        """(the kernel that computes all layers of one sequence in one launch on Hopper, bytes of shared memory for it
-        besides its own), or None if there is no such kernel."""
         raise NotImplementedError
 
     def word_buffers(self, **shapes) -> dict:

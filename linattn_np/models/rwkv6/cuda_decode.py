@@ -84,23 +84,15 @@ class DecodingStep(cuda_decoder.DecodingStep):
 
 
 class CudaDecoder(cuda_decoder.CudaDecoder):
-    """Decodes RWKV-6 token after token.
+    """Decodes RWKV-6 token after token. In the single launch of all layers, blocks exchange *words*: `word_buffers`."""
 
-    In the single launch of all layers, blocks exchange words. Unless the matrices are float32, a word is a number whose
-    last bit is dropped, so that it can say which layer the number is of (see `word_buffers`).
-    """
-
-    version, step_class, operations = VERSION, DecodingStep, MixOperations
+    version, step_class, operations, one_launch = VERSION, DecodingStep, MixOperations, kernels.DecodeFew
     # the largest that the kernels take
     size_limits: ClassVar = {
         "D": kernels.ChosenNorm.MOST_CHANNELS,
         "N": kernels.TimeMixStep.MOST_N,
         "W": kernels.TimeMixStep.MOST_W,
     }
-
-    def kernel_of_all_layers(self):
-        """(the kernel that computes all layers in one launch, its bytes of shared memory), or None."""
-        return kernels.DecodeFew.fitting(self.matrix_dtype, self.state_dtype, self.sizes, self.device)
 
     def version_buffers(self, terms, X):
         """The buffers that the top of this module lists. `buffer` makes a float32 array."""

@@ -29,14 +29,16 @@ from .weights import LAYER
 
 # A layer's arrays on the GPU: those of `LAYER` that UNCHANGED names, and STACKS, which the kernels read in place of the
 # others. `down` and `up` are of low rank, `bases` is added to the products with `up`. The first layer has no v0, v1
-# and v2: its v1 and v2 are zeros, and its v0 is -inf, by which the kernels know that layer. The orders w a g v and
-# v k r are those of `Opening` in rwkv7/decode_phases.cuh and of `Kind` in rwkv6/openings.cu; `LAYER`, for the CPU and
-# for training, has k before v.
+# and v2: its v1 and v2 are zeros, and its v0 is -inf, by which the kernels know that layer. The orders LOW_RANK and v k
+# r are those of `Opening` in rwkv7/decode_phases.cuh and of `Kind` in rwkv6/openings.cu; `LAYER`, for the CPU and for
+# training, has k before v.
+LOW_RANK, MIXES = "wagv", "wagvkr"  # the mixes that `down` multiplies; all, of which `vkr` multiplies v and those after
+assert len(LOW_RANK) == kernels.DOWNS and MIXES.startswith(LOW_RANK)
 STACKS = {
     "vkr": linear("att", "value", "key", "receptance"),
-    "down": Weight(("att.w1", "att.a1", "att.g1", "att.v1"), matrix=True, inputs_first=True),
-    "up": Weight(("att.w2", "att.a2", "att.g2", "att.v2"), matrix=True, inputs_first=True),
-    "mix": vector(*(f"att.x_{x}" for x in "wagvkr")),
+    "down": Weight(tuple(f"att.{x}1" for x in LOW_RANK), matrix=True, inputs_first=True),
+    "up": Weight(tuple(f"att.{x}2" for x in LOW_RANK), matrix=True, inputs_first=True),
+    "mix": vector(*(f"att.x_{x}" for x in MIXES)),
     "bases": vector("att.w0", "att.a0", "att.v0"),
 }
 UNCHANGED = "output ffn_key ffn_value ln1 ln2 ln_x removal replacement bonus ffn_mix".split()
@@ -61,8 +63,8 @@ class DecodingStep(cuda_decoder.DecodingStep):
         self.norm_shift(layer.ln1, buffers.mixed, layer.mix, shift, added, after_channel_mix=True)
         self.matmul(
             layer,
-            ("vkr", buffers.mixed[:, 3:], buffers.vkr, WRITE),
-            ("down", buffers.mixed[:, :4], buffers.low, WRITE),
+            ("vkr", buffers.mixed[:, kernels.DOWNS - 1 :], buffers.vkr, WRITE),  # v's mix is in both
+            ("down", buffers.mixed[:, : kernels.DOWNS], buffers.low, WRITE),
             early=True,  # the product's kernel copies weights while the norm's runs
         )
         openings_kernel = Openings.of_step(decoder.dtype, X, B, terms, kernels.DOWNS)
@@ -84,14 +86,10 @@ class DecodingStep(cuda_decoder.DecodingStep):
 
 
 class CudaDecoder(cuda_decoder.CudaDecoder):
-    """Decodes RWKV-7 token after token.
-
-    In the single launch of all layers, blocks exchange words. Unless the matrices are float32, a word is a number whose
-    last bit is dropped, so that it can say which layer the number is of (see `word_buffers`).
-    """
+    """Decodes RWKV-7 token after token. In the single launch of all layers, blocks exchange *words*: `word_buffers`."""
 
     version = replace(VERSION, layer={name: LAYER[name] for name in UNCHANGED} | STACKS)
-    step_class, operations = DecodingStep, MixOperations
+    step_class, operations, one_launch = DecodingStep, MixOperations, kernels.DecodeOne
     # the largest that the kernels take
     size_limits: ClassVar = {"D": ChosenNorm.MOST_CHANNELS, "N": kernels.TimeMixOfToken.MOST_N}
     default_sizes: ClassVar = {"Q": 1}  # a model of one layer has no v1 and v2; the kernels get zeros of this rank
@@ -105,10 +103,6 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
     def rank(self) -> int:
         """The rank of the four low-rank products: the largest of the model's, to which the others are padded."""
         return self.all_layers.down.shape[2]  # [L, DOWNS, rank, D]
-
-    def kernel_of_all_layers(self):
-        """(the kernel that computes all layers in one launch, its bytes of shared memory), or None."""
-        return kernels.DecodeOne.fitting(self.matrix_dtype, self.state_dtype, self.sizes, self.device)
 
     def version_buffers(self, terms, X):
         """The buffers that the top of this module lists. `buffer` makes a float32 array; DOWNS = 4 products `low`."""

@@ -51,15 +51,15 @@ class MixOperations(cuda_prompts.MixOperations):
 
     def time_mix(self, layer, x, shift, wkv):
         T, (H, N) = self.T, (self.sizes[axis] for axis in "HN")
-        # mixed: w a g v k r, in the order of `cuda_decode.STACKS`; v's is an input of both products, `vkr` and `down`
-        mixed = self.shift_mix(layer, "ln1", "mix", x, shift)[0]
-        v, k, r = self.product(layer, "vkr", mixed[3:])
-        low = self.product(layer, "down", mixed[:4])
-        # as one row: tanh of w's, which come first, and sigmoid of g's, which come third
+        # mixed: w a g v k r, in the order of `cuda_decode.STACKS`; v's is an input of both products, `down` and `vkr`
+        mixed, downs = self.shift_mix(layer, "ln1", "mix", x, shift)[0], kernels.DOWNS
+        v, k, r = self.product(layer, "vkr", mixed[downs - 1 :])
+        low = self.product(layer, "down", mixed[:downs])
+        # as one row: tanh of w's numbers, which come first, and the sigmoid of g's, which come third
         activations, size = LowActivations(self.dtype), low[0].size
         columns = {"columns": low.size, "tanh_end": size, "sigmoid_begin": 2 * size, "sigmoid_end": 3 * size}
         self.draft.launch(activations, activations.blocks(low.size), y=low, count=low.size, **columns)
-        high, o = mixed[:4], mixed[4]  # in the memory of mixes that both products have read by now
+        high, o = mixed[:downs], mixed[downs]  # in the memory of mixes that both products have read by now
         self.draft.product(layer.up.swapaxes(1, 2), low, high)
         # `Keys`, an instance by N, makes w, a and b of the logits of the decay, the rate and the share, in place: high
         # is w a g v, and v's part, the share's logits, becomes b. In place it also changes k by the rate, and v by the
