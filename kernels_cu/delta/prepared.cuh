@@ -37,7 +37,7 @@ template <typename T, int BK, bool TWO_WRITES> struct alignas(16) Prepared {
 template <typename T, int BK, bool TWO_WRITES> struct alignas(16) PreparedForGradients {
   Matrix<T> residual_matrix[1 + TWO_WRITES];  // R, and L: read by the walk forwards only
   T E[BT * BK], Z[1 + TWO_WRITES][BT * BK];   // read by both walks, as decay and beta are
-  float decay[BK], beta[BT];                  // beta: with TWO_WRITES neither written nor used
+  float decay[BK], beta[BT];                  // beta: with TWO_WRITES ones, copied but not used
   T W[BT * BK];                 // W and B: read by the walk backwards, and by a walk forwards that writes o
   Matrix<T> B[1 + TWO_WRITES];  // B, H
 };

@@ -447,7 +447,9 @@ def launch_backward(draft, cut, x, gradients, whole, segments, scale):
     """
     first, second, dtype, (T, K, V) = cut.first, cut.second, x.q.dtype, (whole.T, whole.K, whole.V)
     args = token_args(x.q, x.g, x.beta, whole, scale, x.lengths)
+    # As many as WorkTile::chunk_row (chunk_copies.cuh) counts; the kernels' number of a row is an int32.
     chunks = whole.B * whole.H * (T // second.CHUNK + whole.row_sequences)
+    assert chunks * second.BV < 1 << 31
     state_gradients = draft.empty((1, 1, chunks * second.BV, second.BK), dtype)
     first_shape, starts = segments if cut.first_segments > 1 else whole, None
     first_args = args | {
