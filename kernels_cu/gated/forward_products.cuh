@@ -16,9 +16,11 @@
 //     (A) and RightReader (two B) for sums over rows; load(x, tile, row, col) starts at (row, col)
 //   OperandOf<T>::Type: the type of operands in tiles; MiddleOf: that of operands about a middle
 //   ScoreStorage: the part of shared memory that has scores A and their operands; NUMBERS: how many numbers a score is
-//     the sum of; LDA: the distance of A's rows; border: queries, and from row BORDER on keys, decayed to borders
+//     the sum of, DISTANCE apart; LDA: the distance of A's rows; border: queries, and from row BORDER on keys, decayed
+//     to borders
 //   pair_of(lane): the lane's pair, one of the PAIRS = 28 of a query and an earlier key in a sub-chunk
 #include "read_order.cuh"
+#include "gated/forward_copies.cuh"
 #include "gated/forward_storage.cuh"
 #include "growth.cuh"
 
@@ -135,12 +137,11 @@ __device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Sch
 template <int PRODUCTS, class Schedule, typename T, int BK>
 __device__ __forceinline__ void put_scores(ScoreStorage<Schedule, T, BK>& s, const ScoreTask<T>& task,
                                            const float (&d)[4]) {
-  constexpr int LDA = ScoreStorage<Schedule, T, BK>::LDA;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     if (task.has(half))
-      put_score_pair(s.A + task.row(half) * LDA + task.column(), operand_value<T, PRODUCTS>(d[2 * half]),
-                     operand_value<T, PRODUCTS>(d[2 * half + 1]), CHUNK<T> * LDA);
+      put_score_pair(s.A + task.row(half) * s.LDA + task.column(), operand_value<T, PRODUCTS>(d[2 * half]),
+                     operand_value<T, PRODUCTS>(d[2 * half + 1]), s.DISTANCE);
 }
 // Computes and stores the scores of a task.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
@@ -157,12 +158,11 @@ template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G,
 __device__ __noinline__ void score_pairs_one_by_one(ScoreStorage<Schedule, T, BK>& s, int subchunk, const T* q,
                                                     const T* k, const G* g, i64 q_stride, i64 k_stride, i64 g_stride,
                                                     int rows, int channels) {
-  constexpr int LDA = ScoreStorage<Schedule, T, BK>::LDA;
   const int lane = threadIdx.x & 31;
   // Stores the score of the sub-chunk's query i and key j.
   const auto put = [&](int i, int j, float x) {
-    put_score(s.A + (SUB_CHUNK * subchunk + i) * LDA + SUB_CHUNK * subchunk + j, operand_value<T, PRODUCTS>(x),
-              CHUNK<T> * LDA);
+    put_score(s.A + (SUB_CHUNK * subchunk + i) * s.LDA + SUB_CHUNK * subchunk + j, operand_value<T, PRODUCTS>(x),
+              s.DISTANCE);
   };
   const float score = score_of_pair<ReadOrder>(q, k, g, q_stride, k_stride, g_stride, rows, channels);
   const TokenPair pair = pair_of(lane);
@@ -280,7 +280,7 @@ __device__ __forceinline__ void add_score_outputs(Output<T>& o, const typename S
     for (int m = n; m < CHUNK<T> / 16; ++m)
 #pragma unroll
       for (int number = 0; number < Storage::NUMBERS; ++number) {
-        load_scores<Storage::LDA>(a, A + number * CHUNK<T> * Storage::LDA, 16 * m, 16 * n);
+        load_scores<Storage::LDA>(a, A + number * Storage::DISTANCE, 16 * m, 16 * n);
         multiply(o[m][0], a, b[0]);
         multiply(o[m][1], a, b[1]);
       }

@@ -61,11 +61,12 @@ struct alignas(16) ScoreStorage {
   using X = typename OperandOf<T>::Type;
   using Middle = typename MiddleOf<Schedule, T>::Type;
   static constexpr int BORDER = CHUNK<T> == 32 ? 32 : SUB_CHUNK, LDA = CHUNK<T> + 8;  // LDA: the distance of A's rows
-  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1;                              // of which a score is the sum
+  // A score is the sum of NUMBERS numbers: of itself, rounded, and its rounding error, stored DISTANCE numbers later.
+  static constexpr int NUMBERS = sizeof(X) == 2 ? 2 : 1, DISTANCE = CHUNK<T> * LDA;
   T q[STAGES][CHUNK<T> * BK];
   Middle middle_q[CHUNK<T> * BK], middle_k[CHUNK<T> * BK];  // decayed from and to the middle of their sub-chunk
   X border[2 * BORDER * BK];
-  X A[NUMBERS * CHUNK<T> * LDA];  // scores [query, key], 0 above the diagonal; then their rounding errors
+  X A[NUMBERS * DISTANCE];  // scores [query, key], 0 above the diagonal; then their rounding errors
   // Scores that no gate multiplies, [key][part of the channels][query]: key 0 is the query's own; key 1, in RWKV-6, the
   // one before it. A score is the sum of both parts.
   float direct[2][2][CHUNK<T>];

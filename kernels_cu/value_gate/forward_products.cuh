@@ -181,7 +181,7 @@ __device__ __noinline__ WithinSubChunks sum_one_by_one(ValueShared<Schedule, T, 
     for (int j = i; j >= first + SUB_CHUNK * sub; --j) {
       float score = 0.f;
 #pragma unroll
-      for (int n = 0; n < Storage::NUMBERS; ++n) score += to_float(s.A[(n * CHUNK<T> + i) * Storage::LDA + j]);
+      for (int n = 0; n < Storage::NUMBERS; ++n) score += to_float(s.A[n * Storage::DISTANCE + i * Storage::LDA + j]);
       sum = fmaf(score, decay * to_float(*place<BV>(s.v[stage], j, col)), sum);
       decay *= decay_of(to_float(*place<BV>(s.value_gates, j, col)));
     }
@@ -201,7 +201,7 @@ __device__ __forceinline__ void add_score_outputs_by_columns(Output<T>& o, Value
                                                              const float (&sub_chunk_decays)[2][NUM_SUBCHUNKS],
                                                              bool grows) {
   using Storage = ScoreStorage<Schedule, T, BK>;
-  constexpr int NUMBERS = Storage::NUMBERS, LDA = Storage::LDA, DISTANCE = CHUNK<T> * LDA;
+  constexpr int NUMBERS = Storage::NUMBERS, LDA = Storage::LDA, DISTANCE = Storage::DISTANCE;
   Right<Math<T, PRODUCTS>> scores[NUMBERS];
 #pragma unroll
   for (int m = 0; m < NUM_SUBCHUNKS / 2; ++m) {
