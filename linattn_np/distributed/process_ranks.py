@@ -283,6 +283,3 @@ class ProcessGroup(HostEngine):
         except RuntimeError:
             return False
         return True
-
-    def abandon(self):
-        """Does nothing: when this process ends, gloo raises an error on ranks that wait for it."""

@@ -126,6 +126,3 @@ class Threads(HostEngine):
         if request is not None:  # it is None for `post`, which is done at once
             into, name = request
             into[:] = self.mailbox.take(name)
-
-    def abandon(self):
-        """Does nothing: `run_threads` ends the others."""

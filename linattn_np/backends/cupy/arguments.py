@@ -1,7 +1,7 @@
 """The argument struct of a kernel: its declaration, its layout and its bytes.
 
-Members consist of 8-byte words. A kernel class declares them by `members`. `pack` and `Packed` make the bytes. The
-module `source` makes the compiler compare the declaration's size and offsets with its own `sizeof` and `offsetof`.
+Members consist of 8-byte words. A kernel class declares them by `members`. `Packed` makes the bytes. The module
+`source` makes the compiler compare the declaration's size and offsets with its own `sizeof` and `offsetof`.
 
 In this module `declared` is a struct's tuple of `StructMember`, and `args` are its values by member: a `plan.Array`, a
 `plan.TensorMap`, a `plan.Shape`, a number or None.
@@ -160,8 +160,3 @@ class Packed:
         for index, tensor_map in self.maps:
             words[index : index + MAP_WORDS] = np.frombuffer(encode(tensor_map), np.int64)
         return words
-
-
-def pack(declared, args) -> np.ndarray:
-    """The words of a struct whose arrays are given by their addresses."""
-    return Packed(declared, args, {}).words

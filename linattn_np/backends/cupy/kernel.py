@@ -10,7 +10,7 @@ from typing import ClassVar, dataclass_transform
 import numpy as np
 
 from ...array_kinds import BFLOAT16
-from .arguments import pack
+from .arguments import Packed
 from .arithmetic import ceil_div
 from .plan import FLOAT32
 from .source import root
@@ -138,8 +138,8 @@ class Kernel:
         return complete
 
     def pack(self, **args) -> np.ndarray:
-        """The bytes of the argument struct; `args` are addresses, numbers and None."""
-        return pack(self.arguments, self.complete(args))
+        """The words of the argument struct; `args` are addresses, numbers and None."""
+        return Packed(self.arguments, self.complete(args), {}).words
 
 
 class ReadOrderKernel(Kernel):

@@ -188,19 +188,16 @@ def common_bytes(*arrays) -> int:
 
 
 def mappable(*arrays) -> bool:
-    """Whether tensor maps can describe the arrays: their rows allow 16-byte copies, and their strides are positive."""
-    return aligned16(*arrays) and have_positive_strides(arrays)
+    """Whether tensor maps can describe the arrays: none is empty, rows allow 16-byte copies, and no axis of more than
+    one number has a stride of 0 or less."""
+    positive = all(x.size and all(n > 0 or size == 1 for n, size in zip(x.strides, x.shape)) for x in arrays)
+    return positive and aligned16(*arrays)
 
 
 def mappable_either_way(x) -> bool:
     """Whether a tensor map can describe `x` [B, H, T, D], or `x` with its tokens in the opposite order. A kernel that
     gets such a map of reversed tokens does not use it: it copies the rows of `x` itself."""
     return mappable(x) or mappable(x.with_ascending_tokens)
-
-
-def have_positive_strides(arrays) -> bool:
-    """Whether no array is empty and every axis of more than one number has a stride above 0."""
-    return all(x.size and all(stride > 0 or size == 1 for stride, size in zip(x.strides, x.shape)) for x in arrays)
 
 
 def are_large(arrays) -> bool:

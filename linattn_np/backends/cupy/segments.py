@@ -318,22 +318,22 @@ class ForwardCut:
 def cut_into(problem, device, way, kernel, summary, P, first_tokens=0, backward=NO_PULLBACK) -> ForwardCut:
     """The cut into P equal segments; or, if `first_tokens` is not 0, into two, of which the first has so many tokens.
     `backward`: the segments of the pullback that follows."""
-    (N, H, K, V), longest, unequal = problem.shape("N H K V"), problem.spans.longest, first_tokens > 0
+    unequal = first_tokens > 0
     assert not unequal or P == 2
     assert summary.CHUNK % kernel.CHUNK == 0  # a segment has whole chunks of both kernels
     spans = problem.spans.split_at(first_tokens) if unequal else problem.spans.segments(P, summary.CHUNK)
-    without_last, with_last = (
-        1
-        if way == SMALL
-        else parts_per_segment(summary, N * H * tiles_at_once(summary, K), V, P, longest, last, device)
-        for last in (False, True)
-    )
+    parts = (1, 1) if way == SMALL else parts_of_segments(problem, device, summary, P)
     same = not unequal and 1 < P == backward.count
     no_marks = unequal or not backward.count or backward.short
     mark_every = 0 if no_marks else chunks_between_marks(problem, P, backward.count)
-    return ForwardCut(
-        way, kernel, summary, P, first_tokens, spans, (without_last, with_last), same, mark_every, backward.count
-    )
+    return ForwardCut(way, kernel, summary, P, first_tokens, spans, parts, same, mark_every, backward.count)
+
+
+def parts_of_segments(problem, device, summary, P) -> tuple:
+    """`ForwardCut.parts` for P segments of each sequence."""
+    (N, H, K, V), longest = problem.shape("N H K V"), problem.spans.longest
+    heads = N * H * tiles_at_once(summary, K)
+    return tuple(parts_per_segment(summary, heads, V, P, longest, with_last, device) for with_last in (False, True))
 
 
 def chunks_between_marks(problem, P, backward_segments) -> int:
@@ -808,16 +808,14 @@ def summarised_segments(kernel, blocks, problem, device) -> int:
 def stage_cut(problem, device, chunk, blocks) -> ForwardCut:
     """How stage 3 of mode "staged" is cut, whose kernel has so many `blocks` for each head, and BLOCKS_OF_STAGE on a
     multiprocessor. Segments consist of whole chunks of `chunk` tokens. There is no kernel of o."""
-    (N, H, K, V), longest, memory = problem.shape("N H K V"), problem.spans.longest, device.shared_per_block
+    (K, V), memory = problem.shape("K V"), device.shared_per_block
     capacity = BLOCKS_OF_STAGE * device.multiprocessors
     P = 1 if problem.dtype == DOUBLE else segments_of_sequences(problem, blocks, capacity, SPARED)
     if P == 1:
         return ForwardCut(PORTABLE)
     kernel = GatedSegmentStates.fitting(problem.dtype, gate_dtype(problem), tf32_products(problem), K, V, memory)
-    heads = N * H * tiles_at_once(kernel, K)
-    without_last, with_last = (parts_per_segment(kernel, heads, V, P, longest, last, device) for last in (False, True))
-    spans = problem.spans.segments(P, chunk)
-    return ForwardCut(PORTABLE, None, kernel, P, spans=spans, parts=(without_last, with_last))
+    spans, parts = problem.spans.segments(P, chunk), parts_of_segments(problem, device, kernel, P)
+    return ForwardCut(PORTABLE, None, kernel, P, spans=spans, parts=parts)
 
 
 # -- gates that channels share -----------------------------------------------------------------------------------------
