@@ -95,7 +95,6 @@ struct alignas(16) Stage {
                     OFFSET_OF(Chunk, decay) < OFFSET_OF(Chunk, beta) && OFFSET_OF(Chunk, beta) < OFFSET_OF(Chunk, W) &&
                     OFFSET_OF(Chunk, W) < OFFSET_OF(Chunk, B),
                 "the order above");
-  static_assert(FROM % 16 == 0 && STOP % 16 == 0, "bytes are copied by 16");
   uint4 bytes[(STOP - FROM) / 16];
   T values[BT * BV];
 

@@ -85,6 +85,7 @@ template <typename T> __device__ __forceinline__ void put_four(T* to, float4 x) 
 template <int BK, int THREADS, typename T>
 __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr int PIECE = 16 / sizeof(T), ACROSS = BK / PIECE, AT_ONCE = THREADS / ACROSS;
+  static_assert(THREADS % ACROSS == 0 && BT % AT_ONCE == 0, "whole rows, and all of them");
   const int first = threadIdx.x / ACROSS, c = threadIdx.x % ACROSS * PIECE;
   from += first * stride + c;
   rows = c < width ? rows - first : 0;
@@ -270,23 +271,28 @@ __device__ __forceinline__ void store_level(X* tile, int level, int kind, const 
   for (int n = 0; n < BLOCK; ++n) put_four(spot.at(tile, (block_in_tile >> 1) * KINDS + kind, n), times(decay, x[n]));
 }
 
-// Stores zeros in the rows of a block's tokens, without the gaps between rows, by the block's threads. A row is 8
-// pieces of 16 bytes: 32 floats, or twice 32 numbers of 16 bits.
+// Stores zeros in the rows of a block's tokens, without the gaps between rows, by the block's threads. A row is
+// ROW_PIECES pieces of 16 bytes: 32 floats, or twice 32 numbers of 16 bits.
+constexpr int ROW_PIECES = 8;
 template <int BK, typename X> __device__ __forceinline__ void clear_rows(Matrix<X>& M, const BlockTask<BK>& task) {
-  constexpr int PIECE = 16 / sizeof(X), ACROSS = BT / PIECE;
+  constexpr int PIECE = 16 / sizeof(X), ACROSS = BT / PIECE, PIECES = BLOCK * ROW_PIECES;
+  static_assert(ACROSS * Matrix<X>::NUMBERS == ROW_PIECES);
 #pragma unroll
-  for (int piece = 0; piece < BLOCK * 8; piece += task.LANES) {
+  for (int piece = 0; piece < PIECES; piece += task.LANES) {
     const int n = piece + task.lane;
-    if (task.LANES > BLOCK * 8 && n >= BLOCK * 8) break;
-    *reinterpret_cast<uint4*>(M.at(task.first + n / 8, n % ACROSS * PIECE) + n / ACROSS % M.NUMBERS * M.REST) = uint4{};
+    if (task.LANES > PIECES && n >= PIECES) break;
+    *reinterpret_cast<uint4*>(M.at(task.first + n / ROW_PIECES, n % ACROSS * PIECE) + n / ACROSS % M.NUMBERS * M.REST) =
+        uint4{};
   }
 }
 template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD], const BlockTask<BK>& task) {
+  constexpr int PIECES = BLOCK * ROW_PIECES;
+  static_assert(BT == 4 * ROW_PIECES);
 #pragma unroll
-  for (int piece = 0; piece < BLOCK * 8; piece += task.LANES) {
+  for (int piece = 0; piece < PIECES; piece += task.LANES) {
     const int n = piece + task.lane;
-    if (task.LANES > BLOCK * 8 && n >= BLOCK * 8) break;
-    *reinterpret_cast<uint4*>(&M[task.first + n / 8][n % 8 * 4]) = uint4{};
+    if (task.LANES > PIECES && n >= PIECES) break;
+    *reinterpret_cast<uint4*>(&M[task.first + n / ROW_PIECES][n % ROW_PIECES * 4]) = uint4{};
   }
 }
 

@@ -57,7 +57,7 @@ template <typename T, int BK, int BV, bool TWO_WRITES, bool OUTPUTS> struct alig
   using Chunk = Prepared<T, BK, TWO_WRITES>;
   static constexpr int SIZE = OUTPUTS ? sizeof(Chunk) : int(OFFSET_OF(Chunk, W));  // all before W
   static_assert(OFFSET_OF(Chunk, E) < OFFSET_OF(Chunk, W) && OFFSET_OF(Chunk, Z) < OFFSET_OF(Chunk, W) &&
-                OFFSET_OF(Chunk, decay) < OFFSET_OF(Chunk, W) && SIZE % 16 == 0);
+                OFFSET_OF(Chunk, decay) < OFFSET_OF(Chunk, W));
   uint4 bytes[SIZE / 16];
   T v[BT * BV];
 

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
   Piece state[LANE_CHANNELS] = {};
   // Calls f(piece, its distance in memory from the lane's first one, in pieces) for those of the lane's pieces that
   // exist. In pieces, since the compiler then sees that a piece takes one store of 16 bytes.
-  static_assert(CHANNELS_AT_ONCE % LANE_COLUMNS == 0);
+  static_assert(CHANNELS_AT_ONCE % LANE_COLUMNS == 0 && 32 % LANES == 0, "whole pieces; a warp has all columns");
   const auto each_piece = [&](auto f) {
 #pragma unroll
     for (int n = 0; n < LANE_CHANNELS; ++n)

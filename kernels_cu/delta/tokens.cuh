@@ -65,12 +65,13 @@ template <typename R> __device__ __forceinline__ R converted_once(double x) {
 }
 
 // Starts to copy a tile [ROWS, COLS], whose rows are `stride` numbers apart in memory, to rows of COLS numbers in
-// shared memory, in pieces of BYTES bytes; zeros from row `rows` and column `width` on. `from`, `stride`, `width` and
-// COLS are multiples of a piece. Numbers of two bytes are copied at once, since cp.async takes four bytes at least.
+// shared memory, in pieces of BYTES bytes, of which `from`, `stride` and `width` are multiples; zeros from row `rows`
+// and column `width` on. Numbers of two bytes are copied at once, since cp.async takes four bytes at least.
 template <int BYTES, int ROWS, int COLS, typename T>
 __device__ __forceinline__ void copy_pieces(T* to, const T* from, i64 stride, int rows, int width) {
   constexpr int PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
   constexpr int UNROLLED = BYTES == 16 ? 8 : 1;
+  static_assert(COLS % PIECE == 0);
 #pragma unroll UNROLLED
   for (int first = 0; first < ROWS * ACROSS; first += THREADS) {
     const int index = first + threadIdx.x;

@@ -106,9 +106,9 @@ template <int STAGES, class Fetch> __device__ __forceinline__ void take_chunk(in
   }
 }
 
-// Starts to copy bytes FROM ... STOP - 1 of a prepared chunk from global to shared memory, by all THREADS threads; both
-// bounds are multiples of 16.
+// Starts to copy bytes FROM ... STOP - 1 of a prepared chunk from global to shared memory, by all THREADS threads.
 template <int FROM, int STOP, int THREADS> __device__ __forceinline__ void copy_prepared(void* to, const void* from) {
+  static_assert(FROM % 16 == 0 && STOP % 16 == 0);
   // `opaque` hides where the number comes from: the compiler computes addresses anew for each chunk, and keeps none.
   const int first = FROM + 16 * opaque(threadIdx.x);
 #pragma unroll
