@@ -209,8 +209,8 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
   for (int step = 0; step < STAGES - 1; ++step) fetch(first_step + step);
 #pragma unroll 1
   for (int step = first_step; step < steps; ++step) {
-    cp_async_wait<STAGES - 2>();
-    __syncthreads();  // this step's tokens have been copied; the previous ones have been read
+    cp_async_wait<STAGES - 2>();  // leaves the later steps' copies under way, each a group, maybe an empty one
+    __syncthreads();              // this step's tokens have been copied; the previous ones have been read
     fetch(step + STAGES - 1);
     if (!summarises && step % 2 == 0) {  // a chunk begins: stores S, rounded, for the kernels that compute gradients
       const int chunk = first_chunk + (backwards ? chunks - 1 - step / 2 : step / 2);

@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   int step = 0;
 #pragma unroll 1
   for (; step < steps; ++step) {
-    cp_async_wait<STAGES - 2>();
+    cp_async_wait<STAGES - 2>();  // leaves the later steps' copies under way, each a group, maybe an empty one
     const bool remembered =
         first_lane && has_positive_gate || !(later_gates[0] <= FORGOTTEN_NATS && later_gates[1] <= FORGOTTEN_NATS);
     // This step has been copied; the previous one, whose stage is filled next, has been read.

@@ -48,7 +48,7 @@ template <typename T> struct Shared {
 // + 7: with g = lane / 4 and t = lane % 4, [0] and [1] are row g and columns 2t and 2t + 1, [2] and [3] row g + 8.
 // load_rounded (copies.cuh) sets operands from 16 x 16 numbers of a tile, which is AS_STORED: not transposed.
 template <typename T, typename E>
-__device__ __forceinline__ void accumulate(float (&sums)[TILE / 8][4], const Stage<T>& in, const E* right) {
+__device__ __forceinline__ void add_products(float (&sums)[TILE / 8][4], const Stage<T>& in, const E* right) {
   const int warp = threadIdx.x >> 5;
 #pragma unroll
   for (int j = 0; j < STEP; j += 16) {
@@ -101,12 +101,12 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_combi
   float sums[TILE / 8][4] = {};
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    cp_async_wait<STAGES - 2>();
-    __syncthreads();  // this step's tiles have been copied; the previous step's have been read
+    cp_async_wait<STAGES - 2>();  // leaves the later steps' copies under way, each a group, maybe an empty one
+    __syncthreads();              // this step's tiles have been copied; the previous step's have been read
     fetch(step + STAGES - 1);
     const Stage<T>& in = s.stages[step % STAGES];
-    if (step < channel_steps) accumulate(sums, in, in.h);
-    else accumulate(sums, in, in.v);
+    if (step < channel_steps) add_products(sums, in, in.h);
+    else add_products(sums, in, in.v);
   }
 
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;

@@ -103,8 +103,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 4) stages_inter
   float* before = args.h + ((batch * shape.H + head) * shape.NC + chunks.start) * state_size;
 #pragma unroll 1
   for (u32 step = 0; step < steps; ++step) {
-    cp_async_wait<STAGES - 2>();
-    __syncthreads();  // this step's tokens have been copied; the previous step's have been read
+    cp_async_wait<STAGES - 2>();  // leaves the later steps' copies under way, each a group, maybe an empty one
+    __syncthreads();              // this step's tokens have been copied; the previous step's have been read
     fetch(step + STAGES - 1);
     const Stage<T>& in = s.stages[step % STAGES];
     if (step % chunk_steps == 0) {  // a chunk begins: S is the state before it, and is then decayed over it

@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   bool by_token = false;  // whether this chunk was computed token by token, alike in all threads
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    cp_async_wait<STAGES - 2>();
-    __syncthreads();  // this step's tokens have been copied; the previous ones have been read
+    cp_async_wait<STAGES - 2>();  // leaves the later steps' copies under way, each a group, maybe an empty one
+    __syncthreads();              // this step's tokens have been copied; the previous ones have been read
     fetch(step + STAGES - 1);
     if (step % STEPS == 0) {  // a chunk begins: stores S, rounded, for the kernels that compute gradients
       Stored* to = static_cast<Stored*>(args.chunk_states) +

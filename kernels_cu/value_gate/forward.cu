@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(2 * BV,
                 SIXTEENS = BT / 16;
   using Share = WarpShare<T, BK, WARPS>;  // the spans of 4 tokens whose operands a warp makes
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
+  static_assert(THREADS >= BK, "without outputs, a thread has a channel's sum of gates");
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, sequence_head = blockIdx.x / tiles, H = u32(shape.H),
