@@ -1,10 +1,10 @@
 // what      Softmax attention's gradients of k and v on every card's tensor cores.
 // math      dv_j = sum_i p_ij do_i,   dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i,   p_ij = e^(s_ij - lse_i),
-//           over the queries of all heads that share the keys;  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j /
-//           cap): with a cap each term of dk times 1 - (s_ij / cap)^2
+//           delta_i = do_i . o_i - dlse_i, over the queries of all heads that share the keys;  s_ij = scale q_i . k_j,
+//           or cap tanh(scale q_i . k_j / cap): with a cap each term of dk times 1 - (s_ij / cap)^2
 // shapes    q [B, H, Tq, K], do [B, H, Tq, V], k dk [B, H / group, Tk, K], v dv [.., V]; from backward_queries.cu
 //           statistics [B, H, chunks, 2, 64] float32: of every 64 queries of a sequence (a chunk) first L = lse / ln 2,
-//           then delta, which is not NaN after the sequence's end
+//           then delta. After a sequence's end L is infinite, so that p is 0, and delta is 0
 // grid      softmax.py launches a block for every tile of keys (Work in softmax_work.cuh) of `works`, the longest
 //           first; a warp has 16 keys
 // smem      Shared: a tile of k and of v, later of dk and dv; two tiles of q, do and statistics: one is multiplied
@@ -32,7 +32,7 @@
 
 constexpr int KEYS = 64, QUERIES = CHUNK_QUERIES;
 constexpr int M = 1;  // a warp's keys, in blocks of 16
-static_assert(KEYS == THREADS / 32 * 16 * M);
+static_assert(KEYS == THREADS / 32 * 16 * M && M == 1, "mask_rows masks one block of 16");
 
 template <typename T> struct Args {
   StridedRows<const T> q, k, v, do_;
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T
   const Work& work = s.work;
   const int row = threadIdx.x / 32 * 16 * M, lane = threadIdx.x & 31;  // row: the warp's first key
   auto diagonal = [&] { return work.diagonal + row; };  // the position of the warp's first key among the queries
-  // Step n multiplies a tile of queries: those of the first head that shares the keys, then those of the next, ...
+  // Step n multiplies a tile of queries: those of the first head that shares the keys, then those of the next, ... A
+  // head has work.tiles of them, 1 at least (tile_table in softmax_tiles.py).
   auto tile_of = [&](int n) { return work.first_tile + n % work.tiles; };
   auto fetch_queries = [&](int n) {
     const int stage = n & 1, tile = tile_of(n), head = work.head * int(args.group) + n / work.tiles;

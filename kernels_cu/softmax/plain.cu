@@ -18,8 +18,9 @@
 #include "softmax_work.cuh"
 
 // From the includes:
-//   Work: an entry of `works`; visible_tokens: the tokens that a row sees (TokenRange: `count` of them, from `from` on)
-//   CHUNK_QUERIES = 64; FloatOrDouble<T>: the type of the arithmetic; widened, narrowed<T>: numbers to it and to T
+//   Work: an entry of `works`; `diagonal`: the position of the tile's first token among the others
+//   visible_tokens: the tokens that a row sees (TokenRange: `count` of them, from `from` on); CHUNK_QUERIES = 64
+//   FloatOrDouble<T>: the type of the arithmetic; widened, narrowed<T>: numbers to it and to T
 
 constexpr int WARPS = 4;
 constexpr int WIDTH = 128, LANE_COLUMNS = WIDTH / 32;  // columns of a block, and of each lane
@@ -127,7 +128,7 @@ struct Forward {
       add_rows(sums, weight, args.v.row(work.batch, shared_head, first), args.v.token_stride, count, place.column,
                args.V);
     }
-    if (place.others.count > 0)
+    if (place.others.count > 0)  // total: e^0 at least, of the largest score, unless all scores are -inf
 #pragma unroll
       for (int n = 0; n < LANE_COLUMNS; ++n) sums[n] /= total;
     store_row(args.out.row(work.batch, work.head, work.start + place.row), sums, place.column, args.V);
@@ -204,7 +205,8 @@ struct Keys {
   }
 };
 
-// dsink of a head, by one warp.
+// dsink of a head, by one warp. Each number of `statistics` has been written: where there is no query, L is infinite
+// and delta is 0, so that nothing is added.
 struct Sinks {
   template <typename T> static __device__ void run(const Args<T>& args) {
     using R = FloatOrDouble<T>;
@@ -232,7 +234,7 @@ struct Merge {
     const i64 b = row / (args.H * args.Tq), h = row / args.Tq % args.H, t = row % args.Tq;
     R largest = args.sinks ? args.sinks[h] : R(minus_infinity());
     for (i64 n = 0; n < args.parts; ++n) largest = max(largest, args.lse[n * rows + row]);
-    largest = max(largest, R(-3e38));  // finite even if no key is seen
+    largest = max(largest, R(-3e38));  // finite even if no key is seen: total is then 0, and lse -inf
     R total = args.sinks ? decay_of(args.sinks[h] - largest) : R(0);
     for (i64 n = 0; n < args.parts; ++n) total += decay_of(args.lse[n * rows + row] - largest);
     for (i64 c = threadIdx.x % 32; c < args.V; c += 32) {
