@@ -116,21 +116,10 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     cp_async_commit();
   };
   // Starts copying the gates of the chunk that begins with token `token`. No barrier is needed: a thread copies the
-  // gates that it alone reads, after it has read those in their place. The statements are those of fetch_chunk_gates
-  // (forward_operands.cuh); if that were called here, registers would be spilled.
+  // gates that it alone reads, after it has read those in their place.
   const auto fetch_next_gates = [&](int token) {
-#pragma unroll
-    for (int n = 0; n < Share::SHARES_PER_WARP; ++n) {
-      const Share coord(n);
-      const G* from = args.g.row(b, h, span.start + token + coord.row(0)) + args.channel + coord.channel;
-      const int rows = tokens - token - coord.row(0);
-      if (!coord.exists()) break;
-      if (bytes >= Share::LANE_CHANNELS * int(sizeof(G)))
-        fetch_gates<BK>(s.gates, coord, from, args.g.token_stride, rows, channels - coord.channel);
-      else
-        fetch_unaligned_gates<BK, Share::LANE_CHANNELS>(s.gates + coord.row(0) * BK + coord.channel, from,
-                                                        args.g.token_stride, rows, channels - coord.channel);
-    }
+    fetch_chunk_gates<Share, BK>(s.gates, args.g, b, h, span.start + token, tokens - token, args.channel, channels,
+                                 bytes);
     cp_async_commit();
   };
   if (tokens) {
