@@ -47,6 +47,11 @@
 //           it is GLA, Ungated and G is float32. Ungated: GLA and RWKV-6; Gated, GatedTurned: GLA
 // tests     test_gradient_kernels; Gated, GatedTurned: test_value_gate; gates that grow: test_growth_gradients
 //
+// From backward_channels_storage.cuh: Values, two stages of v and do, rows LDV apart; PairData, over them; States, a
+// lane's numbers of S and dS; ChannelTile, what a block computes; WarpChannels, a warp's part of q, k and g: load(x, q
+// or k, m): block m by index p; gates_of_block(m, f): calls f(p, log gates); decay_over(n, octet): in shared memory;
+// diagonal_of(n): dA_ii. row_of, column_of: of dA's blocks [16, 16], which a warp has by turns. HALF: 4 sub-chunks
+//
 // Numbers: `m`, a block of 16 tokens of the chunk, 0 to 3; `n`, a sub-chunk of 8 tokens of the chunk, 0 to 7. Of a
 // warp's 16 channels a lane has two, by octet (0 or 1): lane_channel + 8 octet. Index p, 0 to 3, of a pair of a lane's
 // numbers: octet p % 2 of tokens of sub-chunk p / 2 of a block, or, of a state, of columns 8 (p / 2) and on.
