@@ -20,8 +20,8 @@
 //                                           summed one by one (growth.cuh)
 //           dg_t of pairs within a sub-chunk is a difference: the terms of the queries i >= t with all keys, less those
 //           of the keys j >= t with all queries. A pair with j >= t is in both sums, of the same rounded operands, and
-//           cancels up to float32's rounding. All other terms of dg are added, without a difference. With split operands
-//           (Math::SPLIT) the pairs within a sub-chunk are added, too, pair by pair (gate_terms_of_pairs)
+//           cancels up to float32's rounding. All other terms of dg are added, without a difference. With split
+//           operands (Math::SPLIT) the pairs within a sub-chunk are added, too, pair by pair (gate_terms_of_pairs)
 // order     of a half, by HalfChunk (finish_halves). What a step reads, and what it overwrites:
 //             begin                    border16, from q, k and g of both blocks
 //             for both blocks: load    a TokenBlock, from q, k, g
@@ -32,17 +32,17 @@
 //
 // Numbers: `half` of the chunk; `m`, a block of 16 tokens of the chunk, and `in_half`, of the half; `n`, a sub-chunk of
 // the chunk, `subchunk`, of the half, and `in_block`, of the block. Of a block's 16 tokens and the warp's 16 channels a
-// lane has, by index p from 0 to 3, the tokens 2 (lane % 4) and the next of sub-chunk p / 2, as a float2, of the channel
+// lane has, by index p from 0 to 3, tokens 2 (lane % 4) and the next of sub-chunk p / 2, as a float2, of the channel
 // lane / 4 + 8 octet, octet = p % 2. Accumulators of a product [16 channels, 16 tokens]: [sub-chunk][2 octet + token of
 // the lane's two]
 //
 // From backward_channels_storage.cuh
-//   channels             the warp's: load(x, q or k, m): block m by index p; gates_of_block(m, f): calls f(p, log gates);
-//                        gates_of_pair(m, p): those of one p; decay_over(n, octet); diagonal_of(n): dA_ii; put_tokens:
-//                        stores the lane's two tokens of sub-chunk n
+//   channels             the warp's: load(x, q or k, m): block m by index p; gates_of_block(m, f): calls f(p, log
+//                        gates); gates_of_pair(m, p): those of one p; decay_over(n, octet); diagonal_of(n): dA_ii;
+//                        put_tokens: stores the lane's two tokens of sub-chunk n
 //   s.pairs              dA [64, 64], rows LDA apart; state_terms, border32: what this thread has stored, see there
 //   BLOCKS, HALF         4 blocks of a chunk, 4 sub-chunks of a half
-//   PairSums             (backward_channels_growth.cuh) dq, dk, dg of pairs within the sub-chunks of a block, by index p
+//   PairSums             (backward_channels_growth.cuh) dq, dk, dg of pairs within a block's sub-chunks, by index p
 // From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
 //   Right                a lane's part of B; HeldLeft: of A; its left() makes the operand, and get(p) is its pair p as
 //                        products read it
