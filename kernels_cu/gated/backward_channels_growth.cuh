@@ -8,8 +8,8 @@
 // channel, channels): a number, 0 for channels from `channels` on; matrix_index(row, column): where an 8 x 8 matrix of
 // a tile of a state begins; LD<T, COLUMNS>: the distance of rows in a tile of shared memory; STORED_SCORE<M>: the
 // factor of dA in shared memory. Of a block's 16 tokens and a warp's 16 channels a lane has, by index p from 0 to 3,
-// tokens 2 lane_pair and the next of sub-chunk p / 2 of channel lane_channel + 8 octet, octet = p % 2 clude
-// "gated/backward_channels_storage.cuh"
+// tokens 2 lane_pair and the next of sub-chunk p / 2 of channel lane_channel + 8 octet, octet = p % 2
+#include "gated/backward_channels_storage.cuh"
 #include "value_gate/by_token.cuh"
 
 // For blocks of 16 tokens whose gates exceed GROWTH: the terms of the pairs within sub-chunks in dq,
