@@ -67,13 +67,15 @@ def with_numbers_in_memory(x):
 def from_native(native, library: str, example):
     """A result as the caller's kind of array, without a copy where that library allows it. `example`: an array of the
     caller's, whose namespace makes a result of kind 'dlpack'."""
-    if library in ("numpy", "cupy", "cuda"):
+    if library in ("numpy", "cupy"):
+        return native
+    if any(step < 0 for step in native.strides):  # of a sequence that was turned over; few libraries have such strides
+        native = native.copy()
+    if library == "cuda":
         return native
     bfloat16_on_host = isinstance(native, np.ndarray) and native.dtype == BFLOAT16
     if library == "torch":
         torch = sys.modules["torch"]
-        if any(step < 0 for step in native.strides):  # no tensor has these: of a sequence that was turned over
-            native = native.copy()
         if bfloat16_on_host:
             return torch.from_dlpack(native.view(np.int16)).view(torch.bfloat16)
         # CuPy's memory may be a torch tensor's (`interop.torch_calls.memory_of_torch`): CuPy keeps it as `_owner`. Then

@@ -99,7 +99,8 @@ class Op(Declaration):
         initial_state = self.initial_state(initial_state, sizes, home, state_v_first, groups)
         out = self.output(out, sizes, dtype, layout, home, groups)
         mask = self.mask(mask, sizes, home, cu_seqlens)
-        if groups > 1:  # backends compute the heads of a group as one head with the columns of all
+        # Backends compute the heads of a group as one head with the columns of all; above, V is the caller's.
+        if groups > 1:
             sizes["V"] *= groups
         spans = spans.backwards() if self.flag("reverse", reverse) else spans
         problem = Problem(

@@ -1,8 +1,8 @@
 """`Summary`: the map S -> F S + S_own by which a segment of tokens changes the state S [K, V] before it.
 
 F, the transition of the segment, is the product of its tokens' transitions. S_own is the segment's final state if its
-initial state is zero. Two segments one after the other are such a map, too (`join`). The map of the state's gradient
-runs backwards in time with the transposed F: dS -> F^T dS + dS_own.
+initial state is zero. The map of the state's gradient runs backwards in time with the transposed F: dS -> F^T dS +
+dS_own.
 
 The arrays may be NumPy's, CuPy's or JAX's. Sizes: N sequences, H heads of keys, HV heads of values (a multiple of H),
 K channels, V columns.
@@ -46,14 +46,6 @@ class Summary:
             return self.own
         S, *normaliser = state
         return tuple(part + own for part, own in zip((self.transitioned(S), *normaliser), self.own, strict=True))
-
-    def join(self, later: Summary) -> Summary:
-        """The map of this segment followed by the segment `later`."""
-        if self.transition is Transition.RANK_ONE:
-            factors = tuple(second @ first for first, second in zip(self.factors, later.factors, strict=True))
-        else:
-            factors = tuple(second * first for first, second in zip(self.factors, later.factors, strict=True))
-        return Summary(self.transition, later.apply(self.own), factors)
 
     def of_gradient(self, own) -> Summary:
         """The map of the state's gradient; `own`: the initial state's gradient if the final state's is zero."""

@@ -9,9 +9,8 @@ import numpy as np
 
 from .. import varlen
 from ..accepted_arrays import host_array
-from ..array_kinds import from_native
 from ..checked_calls import call_key
-from ..conversions import callers_sizes
+from ..conversions import callers_sizes, in_callers_library
 from ..dispatch import choose
 from ..errors import ContractTypeError
 from ..layouts import swap_heads
@@ -214,11 +213,11 @@ class RankCall:
     def states_to_caller(self, parts, dtypes):
         """States in these dtypes, as arrays of the caller's kind and order of axes."""
         parts = [part.astype(dtype, copy=False) for part, dtype in zip(self.swap_state_axes(parts), dtypes)]
-        return as_state([from_native(part, self.problem.kind, self.problem.example) for part in parts])
+        return as_state([in_callers_library(self.problem, part) for part in parts])
 
     def array_to_caller(self, x, axes):
         """An array as one of the caller's kind and layout."""
-        return from_native(swap_heads(x, axes, self.problem.layout), self.problem.kind, self.problem.example)
+        return in_callers_library(self.problem, swap_heads(x, axes, self.problem.layout))
 
     # -- messages -----------------------------------------------------------------------------------------------------
     def exchange(self, messages, shapes, count):

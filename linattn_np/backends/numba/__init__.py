@@ -13,14 +13,8 @@ from ...declarations import DELTA_RULES, GATED, STAGES, STEPS
 
 MODES = ("auto", "staged", "recurrent")
 LONGEST_KEY = 256  # the most channels of the recurrence, which keeps the state's columns in registers
-KERNELS = {  # {stage: its kernels}
-    "chunk_cumsum": ("chunk_cumsum",),
-    "gated_qk": ("gated_qk",),
-    "inter_chunk": ("inter_chunk",),
-    "intra_chunk": ("intra_chunk_below", "intra_chunk_diagonal"),
-    "combine": ("combine",),
-}
-STAGED = tuple(kernel for stage in KERNELS.values() for kernel in stage)
+# The kernels of all stages; a stage has those whose names begin with its own.
+STAGED = ("chunk_cumsum", "gated_qk", "inter_chunk", "intra_chunk_below", "intra_chunk_diagonal", "combine")
 
 
 def why_not(problem) -> str | None:
@@ -60,9 +54,10 @@ def run(problem):
 def describe(problem, bytes_moved) -> dict:
     from . import plans
 
+    of_stage = tuple(kernel for kernel in STAGED if problem.op in STAGES and kernel.startswith(problem.op.name))
     return {
         "mode": None if problem.op in STAGES else mode(problem),
-        "kernels": ("recurrent",) if mode(problem) == "recurrent" else KERNELS.get(problem.op.name, STAGED),
+        "kernels": ("recurrent",) if mode(problem) == "recurrent" else of_stage or STAGED,
         "tiles": plans.tiles(problem, mode(problem)),
         "copies": plans.copies(problem),
         "floor_ms": plans.floor_ms(problem, bytes_moved),

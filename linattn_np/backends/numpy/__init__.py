@@ -130,7 +130,7 @@ def pullback(problem):
 
 
 def run_member(member, recurrently, o):
-    """`run` of a member of the gated family; `recurrently`: token by token, as gla."""
+    """`run` of a member of the gated family; `recurrently`: token by token, as gla, which `RunningMaximum` alone is."""
     buffer = member.buffer(o)
     if recurrently:
         (final,) = recurrent.run(member.as_gla(), gla, buffer)

@@ -37,7 +37,7 @@ def underflows(g, log_largest):
 
 def recurrence(u, scale, exclusive):
     """(the operator's file with the equation, its arguments `problem` and, in a tuple, u) for the bonus u [H, K] or
-    None; `exclusive`: whether o_t reads S_{t-1}."""
+    None; `exclusive`: whether o_t reads S_{t-1}. Of a problem these equations read no more than what is here."""
     problem = SimpleNamespace(scale=scale, gradient=True)  # gradient: no step overwrites the state before it
     return (rwkv6, problem, (0 if u is None else u,)) if exclusive else (gla, problem, ())
 
