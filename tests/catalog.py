@@ -32,7 +32,7 @@ from linattn_np.backends.cupy.delta_hopper import (
 )
 from linattn_np.backends.cupy.kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from linattn_np.backends.cupy.rank_summary import Message
-from linattn_np.backends.cupy.scalar_decay_kernels import ScalarBackwardSegments, WeightedSums
+from linattn_np.backends.cupy.scalar_decay_kernels import WeightedSums
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
@@ -142,8 +142,8 @@ def scalar_decays():
     for what, G, (K, V) in product(("GatedQueries", "GatedKeys"), (BFLOAT16, SINGLE), WIDTHS):
         if V <= K:
             yield WeightedSums(what, G, K, V)
-    for V in gated.TILES:
-        yield ScalarBackwardSegments(V)
+    for K, V in WIDTHS:
+        yield WeightedSums("BothSummaries", SINGLE, K, V)
 
 
 def delta_rules():

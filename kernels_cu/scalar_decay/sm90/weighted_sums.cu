@@ -23,14 +23,18 @@
 // passes    Pass          SUMS  constants that are true                        results
 //           Whole         1     HAS_OUTPUTS, SPLITS_STATE                      o, final states
 //           Summary       1     none                                           final states, decays
+//           BothSummaries 2     HANDS_STATES_ON                                the same, forward and backward in time
 //           Gradients     3     HAS_OUTPUTS                                    dq, dk, dv
 //           Queries       1     HAS_OUTPUTS                                    dq
 //           Keys          2     HAS_OUTPUTS, ALL_BACKWARD                      dk, dv
 //           GatedQueries  1     HAS_OUTPUTS, SERVES_GATE_GRADIENT              dq, token_sums, stretch_states
 //           GatedKeys     2     the same, ALL_BACKWARD, WRITES_GATE_GRADIENT   dk, dv, dg; reads the last two
 //           SUMS: WeightedSums of a launch. weighted_sums_storage.cuh has these constants. stretch_states: of each
-//           stretch, S before its last chunk. Summary takes each segment of a sequence for a sequence; scan_segments.cu
-//           joins their states
+//           stretch, S before its last chunk. Both summaries take each segment of a sequence for a sequence, and start
+//           it from 0; scan_segments.cu, and scan_both_ways.cu, join their states. BothSummaries is for the gradients:
+//           its sums are S, of k and v, and dS, of q and do in their places. `final` [N, H, K, V] has the state with
+//           which each of the N segments starts in the direction: of a sequence's first one `initial`, or 0, and of the
+//           others the result of the segment before
 // smem      weighted_sums_storage.cuh. Stage: a chunk's q, k, v, partner and A; Gates: its decays
 // barriers  mbarriers of a stage. full: the chunk's tokens and gates are there; scores: A is stored; done: consumers
 //           have read the inputs, and stored o over v and partner . o over the partner; summed: the warp that sums dg
@@ -118,26 +122,48 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
 
 // ---- warpgroups with 64 columns of V each --------------------------------------------------------------------------
 
-// Stores the state after the last chunk, if it is wanted, and of Summary the decay over all chunks.
+// Sets S to the state before the first chunk.
+template <class Pass, typename G, int BK>
+__device__ __forceinline__ void load_initial_state(float (&S)[BK / 2], const Args<Pass, G>& args,
+                                                   const WeightedSum& sum, const WorkTile& work, int column,
+                                                   bool backwards) {
+  constexpr bool HANDS_ON = HANDS_STATES_ON<Pass>;
+  if (HANDS_ON && step_of(work, args, backwards)) return;  // joined later to the state after the segment before
+  const i64 size = sum.K * sum.V,
+            sequence_head = HANDS_ON ? work.sequence / args.segments * args.shape.H + work.head : work.sequence_head;
+  if (sum.initial)
+    each_transposed<BK>(S, sum.initial + sequence_head * size, sum, sum, column,
+                        [](float& value, const float* from) { value = *from; });
+  if (HANDS_ON)
+    each_transposed<BK>(S, sum.final + work.sequence_head * size, sum, sum, column,
+                        [](float& value, float* to) { *to = value; });
+}
+
+// Stores the state after the last chunk, if it is wanted, and without outputs the decay over all chunks.
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void store_final_state(float (&S)[BK / 2], float total_decay, const Args<Pass, G>& args,
                                                   const WeightedSum& sum, const WorkTile& work, int tile_column,
-                                                  int column) {
-  // SUMS > 1: dk and dv. The caller's sequences are cut into args.segments segments each, 1 if they are not cut. Only
-  // the first segment's last dS is stored, as the gradient of the initial state.
-  const bool first_segment_only = Pass::SUMS > 1;
-  if (sum.final && !(first_segment_only && work.sequence % args.segments)) {
-    const i64 sequence_head =
-        first_segment_only ? work.sequence / args.segments * args.shape.H + work.head : work.sequence_head;
+                                                  int column, bool backwards) {
+  // Outputs of several sums: dk and dv. The caller's sequences are cut into args.segments segments each, 1 if they are
+  // not cut. Only the first segment's last dS is stored, as the gradient of the initial state.
+  constexpr bool HANDS_ON = HANDS_STATES_ON<Pass>, FIRST_SEGMENT_ONLY = Pass::HAS_OUTPUTS && Pass::SUMS > 1;
+  const i64 next = backwards ? -args.shape.H : args.shape.H;  // from a segment's head to that of the next segment
+  if (sum.final && !(FIRST_SEGMENT_ONLY && work.sequence % args.segments)) {
+    const i64 sequence_head = FIRST_SEGMENT_ONLY ? work.sequence / args.segments * args.shape.H + work.head
+                                                 : work.sequence_head + (HANDS_ON ? next : 0);
     each_transposed<BK>(S, sum.final + sequence_head * sum.K * sum.V, sum, sum, column,
                         [](float& value, float* to) { *to = value; });
   }
-  if constexpr (!Pass::HAS_OUTPUTS)
-    // A channel's decay is the product of two rows in scan_segments.cu: the second row is 1.
+  if constexpr (!Pass::HAS_OUTPUTS) {
+    const Shape& shape = args.shape;
+    const i64 row = HANDS_ON ? work.sequence_head + (backwards ? shape.B * shape.row_sequences * shape.H : 0)
+                             : 2 * work.sequence_head;
     for (i64 c = threadIdx.x; tile_column == 0 && c < sum.K; c += CONSUMERS<BV>) {
-      float* const to = args.decays + work.sequence_head * 2 * sum.K + c;
-      to[0] = total_decay, to[sum.K] = 1.f;
+      float* const to = args.decays + row * sum.K + c;
+      to[0] = total_decay;
+      if (!HANDS_ON) to[sum.K] = 1.f;  // in scan_segments.cu a channel's decay is the product of two rows
     }
+  }
 }
 
 // A warpgroup with 64 columns of V: carries their state over all chunks, and computes their outputs. tile_column: the
@@ -153,11 +179,8 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
   // as they do for one number each (not SPLITS_STATE) if one warpgroup of consumers has 128 channels (BK > BV).
   constexpr int CONVERTED = !Pass::SPLITS_STATE && BK > BV ? BK / 16 : BK / 64;
   const int warpgroup = threadIdx.x / 128, column = tile_column + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
-  const i64 state_offset = work.sequence_head * sum.K * sum.V;  // of this sequence and head in `initial`
   float S[BK / 2] = {}, total_decay = 1.f;
-  if (sum.initial)
-    each_transposed<BK>(S, sum.initial + state_offset, sum, sum, column,
-                        [](float& value, const float* from) { value = *from; });
+  load_initial_state<Pass, G, BK>(S, args, sum, work, column, backwards);
 
   // The address of this lane's part of the stored state of a token's stretch; null if its warp's columns are beyond V.
   const auto state_address = [&](int token) {
@@ -264,7 +287,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     }
     mbarrier_arrive(s.done[iteration % STAGES]);
   }
-  store_final_state<Pass, G, BK, BV>(S, total_decay, args, sum, work, tile_column, column);
+  store_final_state<Pass, G, BK, BV>(S, total_decay, args, sum, work, tile_column, column, backwards);
 }
 
 // Initialises the barriers, and A to zeros; all threads call this, and of a cluster both blocks.
@@ -297,7 +320,7 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   auto& s = *reinterpret_cast<Shared<Pass, BK, BV>*>(dynamic_smem());
   const WeightedSum& sum = args.sums[blockIdx.x % Pass::SUMS];
   // Sums of one launch may differ in V: all have as many blocks as the widest, and blocks without columns return.
-  const i64 widest = Pass::SUMS > 1 && sum.K > sum.V ? sum.K : sum.V;
+  const i64 widest = Pass::HAS_OUTPUTS && Pass::SUMS > 1 && sum.K > sum.V ? sum.K : sum.V;
   // GatedKeys takes blocks in reverse: the heads that GatedQueries read last are still in L2.
   const u32 tiles = tiles_of(widest, BV),
             reversed = WRITES_GATE_GRADIENT<Pass> ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
@@ -305,10 +328,10 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   const WorkTile work = work_tile(args.shape, block / tiles);
   const int column = block % tiles * BV;
   const bool backwards = ALL_BACKWARD<Pass> || SOME_BACKWARD<Pass> && sum.backwards;
-  // Summary: a sequence of the caller is cut into args.segments segments. scan_segments.cu reads the states of the
-  // first args.computed segments of each; the others are not computed. Of a cluster no block may return here: BV = 128
+  // Summaries: a sequence of the caller is cut into args.segments segments. Scans read the states of the first
+  // args.computed segments of each; the others are not computed. Of a cluster no block may return here: BV = 128
   // columns are all, so that none has a column beyond V.
-  if (column >= sum.V || !Pass::HAS_OUTPUTS && work.sequence % args.segments >= args.computed) return;
+  if (column >= sum.V || !Pass::HAS_OUTPUTS && step_of(work, args, backwards) >= args.computed) return;
   initialise(s);
   using RoleRegisters = Registers<BK, BV>;
   if (threadIdx.x < CONSUMERS<BV>) {

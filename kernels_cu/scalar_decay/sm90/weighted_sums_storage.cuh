@@ -23,6 +23,9 @@ struct Whole : OneSum {
 struct Summary : OneSum {
   static constexpr bool HAS_OUTPUTS = false;
 };
+struct BothSummaries : Summary {
+  static constexpr u32 SUMS = 2;
+};
 struct Queries : OneSum {};
 struct GatedQueries : OneSum {
   static constexpr bool SERVES_GATE_GRADIENT = true;
@@ -36,11 +39,12 @@ struct GatedKeys : Keys {
 struct Gradients : OneSum {
   static constexpr u32 SUMS = 3;
 };
-// GatedKeys, which writes dg; the passes whose sums all go backward in time: dk and dv; and the one, Gradients, some of
-// whose sums do: each tells by WeightedSum::backwards.
+// GatedKeys, which writes dg; BothSummaries, whose segments hand states on; the passes whose sums all go backward in
+// time: dk and dv; and those, Gradients and BothSummaries, some of whose sums do: each tells by WeightedSum::backwards.
 template <class Pass> constexpr bool WRITES_GATE_GRADIENT = Pass::SERVES_GATE_GRADIENT && Pass::SUMS == 2;
-template <class Pass> constexpr bool ALL_BACKWARD = Pass::SUMS == 2;
-template <class Pass> constexpr bool SOME_BACKWARD = Pass::SUMS == 3;
+template <class Pass> constexpr bool HANDS_STATES_ON = !Pass::HAS_OUTPUTS && Pass::SUMS == 2;
+template <class Pass> constexpr bool ALL_BACKWARD = Pass::HAS_OUTPUTS && Pass::SUMS == 2;
+template <class Pass> constexpr bool SOME_BACKWARD = Pass::SUMS > 1 && !ALL_BACKWARD<Pass>;
 
 // Whether the blocks of a head's two sums, dk and dv, form a cluster.
 template <class Pass, int BK, int BV> constexpr bool IN_CLUSTER = WRITES_GATE_GRADIENT<Pass> && BK + BV == 256;
@@ -57,7 +61,9 @@ struct alignas(64) WeightedSum {
   StridedRows<const bf16> q_rows, k_rows, v_rows, partner_rows;
   StridedRows<bf16> o_rows;
   const float* initial;  // the states before the first token (backwards: after the last), or null for zeros
-  float* final;          // the states after the last token (backwards: before the first), or null: not wanted
+  // The states after the last token (backwards: before the first), or null: not wanted. HANDS_STATES_ON: the states
+  // with which segments start.
+  float* final;
   i64 K, V;
   i64 state_k, state_v;              // the states' strides along K and V
   double output_scale, value_scale;  // factors of o, and of the values that are added to the state
@@ -69,9 +75,9 @@ template <class Pass, typename G> struct Args {
   WeightedSum sums[Pass::SUMS];
   StridedRows<const G> g;
   Shape shape;
-  float* decays;  // Summary: [N, H, 2, K], the decay over all chunks, and 1
+  float* decays;  // the decay over all chunks. Summary: [N, H, 2, K], the second row is 1; BothSummaries: [2, N, H, K]
   i64 segments;   // the segments into which each of the caller's sequences is cut
-  i64 computed;   // Summary: how many of these are computed, from the first on
+  i64 computed;   // without outputs: how many of these are computed, from the first one of the direction on
   // Gated passes, both with one BK, to which the layer's K and V were rounded up: [stretches, BK / 16, BK / 16, 32],
   // bfloat16 states in the layout of lanes' registers
   uint4* stretch_states;
@@ -134,6 +140,12 @@ __device__ __forceinline__ int tiles_of(i64 width, int BV) { return int(width + 
 // The first token of the chunk that the given iteration computes.
 __device__ __forceinline__ int first_token_of(int iteration, const WorkTile& work, bool backwards) {
   return (backwards ? (work.tokens - 1) / CHUNK - iteration : iteration) * CHUNK;
+}
+
+// The number of a sequence's segment that `work` is, counted from the first one of the direction.
+template <class Args> __device__ __forceinline__ i64 step_of(const WorkTile& work, const Args& args, bool backwards) {
+  const i64 segment = work.sequence % args.segments;
+  return backwards ? args.segments - 1 - segment : segment;
 }
 
 // Whether the chunk whose first token is `first` is the last of its stretch.

@@ -360,9 +360,14 @@ class HopperBackward:
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
-        arrays = {"initial": initial, "dht": dht, "states": states, "decays": decays}
-        self.launch_mapped(kernel, 2 * P * N * H * ceil_div(K, kernel.BK), mapped, **arrays, P=P, **args)
+        self.launch_summaries(kernel, mapped, initial, dht, states, decays, **args)
         return states, decays
+
+    def launch_summaries(self, kernel, mapped, initial, dht, states, decays, **args):
+        """Launches `kernel` for the arguments of `segment_summaries`, and its results."""
+        N, H, K = self.problem.shape("N H K")
+        arrays = {"initial": initial, "dht": dht, "states": states, "decays": decays}
+        self.launch_mapped(kernel, 2 * self.P * N * H * ceil_div(K, kernel.BK), mapped, **arrays, P=self.P, **args)
 
 
 # Of every way but COPIED

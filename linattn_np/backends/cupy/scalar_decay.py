@@ -93,7 +93,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
     gla = with_float32_gate(draft, gla)
     read = {name: draft.mapped(gla[name], name) for name in "qkv"}
     do, _ = draft.cotangents(gla, do)
-    launches = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, empty_ends=True)
+    launches = SumsBackward(draft, gla, cut.segments, WeightedSums.CHUNK, empty_ends=True)
     read["do_"] = draft.mapped(do, "do")
     return launches.summary_plan(cut.summary, read, len(problem.op.gates), g=gla["g"])
 
@@ -430,7 +430,7 @@ def launch_gradient_sums(draft, backward, cut, dg=None):
     """
     gla, read, written, summaries = backward.problem, backward.read, backward.written, backward.summaries
     (K, V), computes_dg = gla.shape("K V"), cut.kernels[0].gives_gate
-    hopper = gated_backward.HopperBackward(draft, gla, cut.segments, WeightedSums.CHUNK, empty_ends=bool(summaries))
+    hopper = SumsBackward(draft, gla, cut.segments, WeightedSums.CHUNK, empty_ends=bool(summaries))
     read["do_"] = draft.mapped(backward.do, "do")
     mapped = {name: x for name, x in read.items() if name != "g"}
     initial, dht, P = hopper.initial, draft.aligned(backward.dht, "dht"), hopper.P
@@ -456,6 +456,20 @@ def launch_gradient_sums(draft, backward, cut, dg=None):
         launch_sums(draft, gla, kernel, sums[:count], read["g"], hopper.shape, columns, segments=P, **gate_arrays)
         sums = sums[count:]
     return gate_arrays.get("dg"), cut.kernels[-1].tiles | ({"segments": P} if P > 1 else {})
+
+
+class SumsBackward(gated_backward.HopperBackward):
+    """The segments of sequences in a pullback by `WeightedSums`."""
+
+    def launch_summaries(self, kernel, mapped, initial, dht, states, decays, g):
+        V, scale, final = self.problem.sizes["V"], self.problem.scale, {"output_scale": 1.0}
+        k, v, q, do = (mapped[name] for name in ("k", "v", "q", "do_"))
+        sums = [
+            weighted_sum((k, k, v, v), initial, states[0], value_scale=1.0, **final),  # o and its q are not used
+            weighted_sum((q, q, do, do), dht, states[1], value_scale=scale, backwards=True, **final),
+        ]
+        segments = {"segments": self.P, "computed": self.P - 1}
+        launch_sums(self.draft, self.problem, kernel, sums, g, self.shape, V, decays=decays, **segments)
 
 
 def arrays_for_gate(draft, gla, shape, dq_kernel, dk_dv_kernel):

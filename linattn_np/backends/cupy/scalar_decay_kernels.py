@@ -10,7 +10,7 @@ import numpy as np
 
 from .arguments import members, structs
 from .gated_kernels import tile_for
-from .kernel import SM90, HopperKernel, TiledKernel
+from .kernel import HopperKernel
 
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
 # struct Args, which the compiler checks, with `?` if they may be null.
@@ -34,8 +34,9 @@ WEIGHTED_SUM = members(
 # of 0 (the sum's `final`), and the decay over it.
 #     sums                 SUMS_AT_ONCE[what] structs of the members WEIGHTED_SUM
 #     g                    read: the log gates [B, H, T]
-#     segments, computed   how many each sequence has, and how many of these "Summary" computes, from the first on
-#     decays               "Summary" writes [N, H, 2, K], N segments: the decay over each, and ones. Else null
+#     segments, computed   how many each sequence has, and of how many of these there are summaries, from the first on
+#     decays               the decay over each of N segments: "Summary" writes [N, H, 2, K], with ones, "BothSummaries"
+#                          [2, N, H, K], in each direction. Else null
 #     stretch_states       "GatedQueries" writes, "GatedKeys" reads a state for every STRETCH tokens. Else null
 #     token_sums           the same: [B, H, dq_tiles, T], each token's q . dq over each of the dq_tiles tiles of dq
 #     dg                   "GatedKeys" writes: the gate's gradient [B, H, T], or [B, H, T, tiles], of each tile of dk
@@ -44,14 +45,16 @@ WEIGHTED_SUM = members(
 # 128 x 128: the blocks of dk and of dv are a cluster, so that the second one finds the chunks in the L2 cache.
 #
 # WeightedSums.what -> how many sums one launch computes
-SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
+SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "BothSummaries": 2, "Gradients": 3}
+SUMS_AT_ONCE |= {"Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 
 
 class WeightedSums(HopperKernel):
     """Sums of values weighted by decayed products of queries with keys: o, dq, dk and dv are such sums.
 
-    `what` says which a launch computes: "Whole": o; "Summary": the summaries of segments; "Gradients": dq, dk and dv;
-    "Queries": dq; "Keys": dk and dv; "GatedQueries" and "GatedKeys": as the last two, and the gate's gradient.
+    `what` says which a launch computes: "Whole": o; "Summary": the summaries of segments; "BothSummaries": those
+    forwards and backwards in time, for gradients; "Gradients": dq, dk and dv; "Queries": dq; "Keys": dk and dv;
+    "GatedQueries" and "GatedKeys": as the last two, and the gate's gradient.
     """
 
     file = "scalar_decay/sm90/weighted_sums"
@@ -95,30 +98,3 @@ class WeightedSums(HopperKernel):
     @property
     def blocks_per_cluster(self):
         return 2 if self.what == "GatedKeys" and self.BK + self.BV == 256 else 1
-
-
-# Forwards a segment's summary is its final state, from an initial state of 0; backwards it is the gradient of its
-# initial state, from a gradient of 0 of its final state. Both have the decay over it.
-#     initial, dht         the sequences' initial states, and gradients of their final states; null: zeros
-#     states               [2, N, H, K, V], N segments: states at their starts, then gradients of those at their ends
-#     decays               [2, N, H, K], of each segment in each direction
-#     P                    the segments of each sequence
-# Threads: 128 multiply, 32 copy.
-class ScalarBackwardSegments(TiledKernel):
-    """The summaries of segments, `states` and `decays`, forwards and backwards in time (see `gated_backward`)."""
-
-    file = "scalar_decay/sm90/backward_segments"
-    arguments = members(
-        "tensor_maps+strided q k v do_, strided g, pointers initial dht states decays, shape, float64s scale, int64s P"
-    )
-    shared_memory = ("Shared<{BV}>",)
-    arch = SM90
-    threads = 160
-    CHUNK: ClassVar[int] = 32
-    BK: ClassVar[int] = 64
-    constants = (("CHUNK", "CHUNK"), ("CHANNELS", "BK"))
-    BV: int
-
-    @classmethod
-    def fitting(cls, V):
-        return cls(tile_for(V))

@@ -60,7 +60,7 @@ from .gated_kernels import (
 )
 from .kernel import DOUBLE
 from .plan import FLOAT32, common_bytes, has_rows, mappable, mappable_either_way
-from .scalar_decay_kernels import SUMS_AT_ONCE, ScalarBackwardSegments, WeightedSums
+from .scalar_decay_kernels import SUMS_AT_ONCE, WeightedSums
 
 # -- constants ---------------------------------------------------------------------------------------------------------
 SEGMENT = 128  # tokens of the shortest segment, where the number of segments is not chosen by a cost
@@ -876,10 +876,10 @@ def sums_backward_cut(problem, device, summarised=False, one_part=False) -> Back
     They read a bfloat16 gate as it is if every token has a gate of its own and sequences are not cut; else they read a
     float32 copy.
     """
-    V, sums_dg, P = problem.sizes["V"], has_own_gates(problem), segments_of_sums(problem, device)
+    (K, V), sums_dg, P = problem.shape("K V"), has_own_gates(problem), segments_of_sums(problem, device)
     gate = BFLOAT16 if sums_dg and P == 1 and not summarised and gate_dtype(problem) == BFLOAT16 else FLOAT32
     sums = weighted_sums(problem, gate, P + 2 * summarised, device, sums_dg, one_part)  # two empty segments, if any
-    return BackwardCut(HOPPER, device, P, sums, ScalarBackwardSegments.fitting(V))
+    return BackwardCut(HOPPER, device, P, sums, WeightedSums.fitting("BothSummaries", FLOAT32, K, V))
 
 
 def segments_of_sums(problem, device) -> int:
