@@ -1,6 +1,5 @@
-// what      Shared by Hopper's backward kernels, beside warpgroup.cuh: products of tokens, sums over the lanes of a
-//           channel, and segments of sequences. The including kernel defines CHUNK, the tokens of a chunk, before it
-//           includes this file. Of WorkTile::sequence here segments are counted, P of each sequence.
+// what      For Hopper's backward of GLA and RWKV-6, beside warpgroup.cuh: products of tokens, and sums over the lanes
+//           of a channel. The including file defines CHUNK, the tokens of a chunk, before it includes this file.
 // limits    sm_90a
 #include "ptx.cuh"
 #include "lanes.cuh"
@@ -45,39 +44,4 @@ __device__ __forceinline__ float channel_sum(float x) { return sum_over_lanes<4>
 template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void share_sums(float (&x)[N]) {
   exchange_and_add_halves<COUNT / 2>(x, LANES, opaque(threadIdx.x) & LANES);
   if constexpr (LANES > 4) share_sums<COUNT / 2, LANES / 2>(x);
-}
-
-// ---- segments of sequences, P each, in either direction ---------------------------------------------------------
-
-// Whether a segment is its sequence's first one, or last one, in the direction of the walk.
-__device__ __forceinline__ bool is_first_segment(const WorkTile& work, i64 P, bool backwards) {
-  return work.sequence % P == (backwards ? P - 1 : 0);
-}
-__device__ __forceinline__ bool is_last_segment(const WorkTile& work, i64 P, bool backwards) {
-  return is_first_segment(work, P, !backwards);
-}
-
-// The index of this segment's state among the states from which the segments start: first those of the walk forwards,
-// then those of the walk backwards. The grid has half of its blocks for each; a block has one of `tiles` tiles of a
-// state.
-__device__ __forceinline__ i64 state_index_of(const WorkTile& work, bool backwards, u32 tiles = 1) {
-  return (backwards ? gridDim.x / tiles / 2 : 0) + work.sequence_head;
-}
-
-// If this is a sequence's first segment, in the direction of the walk: sets S to the given state, unless `given` is
-// null, and stores S among the segments' states.
-template <int BV>
-__device__ __forceinline__ void load_and_store_initial_state(float (&S)[BV / 2], const float* given, float* states,
-                                                             const Shape& shape, const WorkTile& work, i64 P,
-                                                             bool backwards, int channel, u32 tiles = 1) {
-  if (!is_first_segment(work, P, backwards)) return;
-  const i64 size = shape.K * shape.V;
-  if (given)
-    each_pair_of_state<BV>(S, given + (work.sequence / P * shape.H + work.head) * size, shape, channel,
-                           [](float& x, float& y, const float* from) {
-                             const float2 two = *reinterpret_cast<const float2*>(from);
-                             x = two.x, y = two.y;
-                           });
-  each_pair_of_state<BV>(S, states + state_index_of(work, backwards, tiles) * size, shape, channel,
-                         [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
 }

@@ -41,10 +41,10 @@
 // From growth.cuh
 //   exceeds_growth      whether gates are too far above 0 for products; then update_state_by_token and
 //                       update_gradient_by_token compute the chunk
-// From backward_tokens.cuh and warpgroup.cuh
-//   work_tile           the head and the tokens of a block's segment
-//   is_first_segment, is_last_segment: of its sequence, in the direction of the walk
-//   state_index_of      the segment's index in `states`; each_pair_of_state: calls f(x, y, address) for two neighbours
+// From warpgroup.cuh and its includes
+//   work_tile           the head and the tokens of a block's segment; WorkTile::sequence numbers segments, P of each
+//                       sequence
+//   each_pair_of_state  calls f(x, y, address) for two neighbours
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
@@ -78,6 +78,16 @@ constexpr int VOTE = 1;  // the named barrier of consumers
 template <int BK> __device__ __forceinline__ u32 tiles_of(const Shape& shape) { return (u32(shape.K) + BK - 1) / BK; }
 template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + 32;
+
+// Whether a segment is its sequence's first one in a direction; in the other direction it is then the last.
+__device__ __forceinline__ bool is_first_segment(const WorkTile& work, i64 P, bool backwards) {
+  return work.sequence % P == (backwards ? P - 1 : 0);
+}
+// The segment's index in `states`. The grid has half of its blocks for each direction; a block has one of `tiles` tiles
+// of a state.
+__device__ __forceinline__ i64 state_index_of(const WorkTile& work, bool backwards, u32 tiles) {
+  return (backwards ? gridDim.x / tiles / 2 : 0) + work.sequence_head;
+}
 
 // A walk over a segment's chunks, of the consumers and the copying warp together, until no consumer needs another
 // chunk. A segment takes one walk, or two. chunks: how many the segment has; copied_before, votes_before: how many
@@ -346,14 +356,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const int taken = sum_from_border<ReadOrder, BACKWARDS>(S, decays, out_of_range, walk, args, channel);
   // The result is the same for all consumers. They have waited for all copies, so that a second walk may use the
   // stages.
-  if (walk.vote(taken, out_of_range)) {
+  const bool walks_again = walk.vote(taken, out_of_range);
+  if (walks_again) {
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
     decays[0] = decays[1] = 1.f;
-    load_and_store_initial_state<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, work, args.P,
-                                     BACKWARDS, channel, tiles_of<BK>(args.shape));
-    carry_to_border<ReadOrder, BACKWARDS>(S, decays, walk.second(taken), args);
-  } else add_initial_state<BK, BV>(S, decays, args, work, BACKWARDS, channel);
+  }
+  add_initial_state<BK, BV>(S, decays, args, work, BACKWARDS, channel);
+  if (walks_again) carry_to_border<ReadOrder, BACKWARDS>(S, decays, walk.second(taken), args);
   const i64 slot = state_index_of(work, BACKWARDS, tiles_of<BK>(args.shape)), K = args.shape.K,
             next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
   each_pair_of_state<BV, HAS_FULL_PATH>(
@@ -380,7 +390,7 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
   const int first_channel = blockIdx.x % tiles * BK;
   const bool backwards = block >= half;
   const WorkTile work = work_tile(args.shape, block - backwards * half);
-  if (backwards < args.only_backwards || is_last_segment(work, args.P, backwards)) return;
+  if (backwards < args.only_backwards || is_first_segment(work, args.P, !backwards)) return;
   if (args.only_first && !is_first_segment(work, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS<BK>) {
     const Walk walk(s, work);
