@@ -24,15 +24,15 @@
 //             SegmentState   all of both T, G of T, float32 and ScalarDecay, BK and BV; AfterWrite for either operator
 // tests     test_contract, test_segments, test_gate_paths; test_growth_on_hopper (by token); test_compile (no spills)
 //
-// Names. S in the code: the type of shared memory, not the state. Of a Schedule: CLUSTER_SIZE, blocks of a cluster;
-// K_RANKS, blocks that share the channels; CHUNK_RANKS, blocks that make chunks in turn; rank_in_cluster, the block's
-// number in it. ProducerCoord::THREADS: of a producer group. Of Shared: GROUPS, producer groups; STAGES, chunks of
-// operands; VALUE_SLOTS, chunks of v of a warpgroup; out_of_float16: a row of q or k exceeds float16's range;
-// headers[stage].row[0]: WHOLE_CHUNK, or the one token that the stage holds; votes: whether a block of a ClusterSplitK
-// wants a chunk token by token; scan.loaded: gates for narrow_work are there. PANEL = 64: columns of a warpgroup. SENT:
-// a chunk's copies from the other block. narrow_work sets s.work to this block's part of a segment, without tokens that
-// are forgotten at its end. threads_copy_rows: tokens have a negative stride, for which there is no tensor map. Of
-// args: segments of a sequence, the first `computed` of which SegmentState computes; parts of a segment, one a block
+// Names. Of a Schedule: CLUSTER_SIZE, blocks of a cluster; K_RANKS, blocks that share the channels; CHUNK_RANKS, blocks
+// that make chunks in turn; rank_in_cluster, the block's number in it. ProducerCoord::THREADS: of a producer group. Of
+// Shared: GROUPS, producer groups; STAGES, chunks of operands; VALUE_SLOTS, chunks of v of a warpgroup; out_of_float16:
+// a row of q or k exceeds float16's range; headers[stage].row[0]: WHOLE_CHUNK, or the one token that the stage holds;
+// votes: whether a block of a ClusterSplitK wants a chunk token by token; scan.loaded: gates for narrow_work are there.
+// PANEL = 64: columns of a warpgroup. SENT: how many arrivals at `full` the other block's copies of a chunk make.
+// narrow_work sets s.work to this block's part of a segment, without tokens that are forgotten at its end.
+// threads_copy_rows: tokens have a negative stride, for which there is no tensor map. Of args: segments of a sequence,
+// the first `computed` of which SegmentState computes; parts of a segment, one a block
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "gated/sm90/forward_consumers.cuh"
@@ -50,34 +50,36 @@ constexpr int ALL_THREADS = CONSUMER_THREADS<BV> + Shared<Schedule, T, G, BK, BV
 // Schedule: how blocks share the work, forward_schedules.cuh. T: the type of q, k, v and o; G: of g, or ScalarDecay.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
-    __launch_bounds__(ALL_THREADS<Schedule, T, G, BK, BV>, BK + BV == 128 ? 2 : 1)
+    __launch_bounds__(ALL_THREADS<Schedule, T, G, BK, BV>, BK == 64 && BV == 64 ? 2 : 1)
         gated_sm90_forward(const __grid_constant__ Args<T, G> args) {
-  using S = Shared<Schedule, T, G, BK, BV>;
+  using Storage = Shared<Schedule, T, G, BK, BV>;
   constexpr int THREADS = ALL_THREADS<Schedule, T, G, BK, BV>, CONSUMERS = CONSUMER_THREADS<BV>;
   constexpr int GROUP_THREADS = ProducerCoord<BK>::THREADS;  // of a producer group
-  S& s = *reinterpret_cast<S*>(dynamic_smem());
+  Storage& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const WorkTile work = work_tile<Schedule, BV>(args, blockIdx.x);
   // Blocks of segments from number args.computed of their sequence on have nothing to do. They may leave before all
   // barriers: SegmentState, the one schedule without outputs, has no cluster. There `sequence` is the number of a part.
+  static_assert(Schedule::has_outputs || Schedule::CLUSTER_SIZE == 1, "another block would wait for ever");
   if (!Schedule::has_outputs && work.sequence / i32(args.parts) % i32(args.segments) >= args.computed) return;
   if (threadIdx.x == 0) {
     s.work = work;
     // Who arrives: at *_copied the threads that copy; at full a producer group and the other block's copies; at empty a
     // lane of each warp that multiplies (`release`); at arrived a thread of each block.
     const bool backwards = threads_copy_rows<Schedule>(args);  // then all threads copy and arrive; else one thread
-    for (int group = 0; group < S::GROUPS; ++group)
+    for (int group = 0; group < Storage::GROUPS; ++group)
       mbarrier_init(s.gates_copied[group], backwards ? GROUP_THREADS : 1),
           mbarrier_init(s.qk_copied[group], backwards ? GROUP_THREADS : 1);
-    for (int stage = 0; stage < S::STAGES; ++stage) {
+    static_assert(Storage::STAGES % Schedule::CHUNK_RANKS == 0, "one block makes all chunks of a stage");
+    for (int stage = 0; stage < Storage::STAGES; ++stage) {
       const bool made_here = Schedule::CHUNK_RANKS == 1 || stage % Schedule::CHUNK_RANKS == rank_in_cluster<Schedule>();
       mbarrier_init(s.full[stage], (made_here ? GROUP_THREADS : 0) + (Schedule::K_RANKS > 1 || !made_here ? SENT : 0));
       mbarrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
     }
-    for (int slot = 0; slot < BV / PANEL * S::VALUE_SLOTS; ++slot)  // of all warpgroups, one after the other
+    for (int slot = 0; slot < BV / PANEL * Storage::VALUE_SLOTS; ++slot)  // of all warpgroups, one after the other
       mbarrier_init(s.values_copied[0][slot], backwards ? 128 : 1);
-    for (int stage = 0; stage < S::STAGES; ++stage) s.headers[stage].row[0] = WHOLE_CHUNK;
+    for (int stage = 0; stage < Storage::STAGES; ++stage) s.headers[stage].row[0] = WHOLE_CHUNK;
     if constexpr (Schedule::has_outputs)
-      for (int group = 0; group < S::GROUPS; ++group) s.score_operands[group].out_of_float16 = false;
+      for (int group = 0; group < Storage::GROUPS; ++group) s.score_operands[group].out_of_float16 = false;
     if constexpr (!Schedule::has_outputs) mbarrier_init(s.scan.loaded, 1);
     if constexpr (Schedule::K_RANKS > 1)
       for (MBarrier& arrived : s.votes.arrived) mbarrier_init(arrived, Schedule::K_RANKS);
@@ -97,10 +99,10 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   else __syncthreads();                                      // barriers are initialised, and A is zero
   if constexpr (!Schedule::has_outputs) narrow_work<THREADS>(s, args, work);
   // Whether producers give registers to the consumers (two warpgroups, with the channels of both blocks); whether
-  // consumers, whose state is small, give some to the producers; a thread's registers by role. A multiprocessor has 512
-  // for each of 128 threads: the numbers of all its warpgroups sum to 512 at most.
+  // consumers, whose state is small, give some to the producers; a thread's registers by role. A multiprocessor has
+  // 65,536 registers, 128 times 512: the registers of a thread, summed over all warpgroups on it, are 512 at most.
   constexpr bool CONSUMERS_NEED = THREADS == 384 && Schedule::K_RANKS > 1,
-                 PRODUCERS_NEED = Schedule::has_outputs && BK + BV == 128;
+                 PRODUCERS_NEED = Schedule::has_outputs && BK == 64 && BV == 64;
   constexpr int CONSUMER = CONSUMERS_NEED ? 192 : 112, PRODUCER = CONSUMERS_NEED ? 120 : 144;
   static_assert(!CONSUMERS_NEED || CONSUMERS / 128 * CONSUMER + PRODUCER <= 512, "one block");
   static_assert(!PRODUCERS_NEED || 2 * (CONSUMER + PRODUCER) <= 512 && THREADS == 256, "two blocks of two warpgroups");

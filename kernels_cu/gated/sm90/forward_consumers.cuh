@@ -45,13 +45,14 @@
 // forward_storage.cuh and forward_schedules.cuh:
 //   T: the type of q, k, v and o; G: of the gates, or ScalarDecay. BK, BV: channels and columns of a block
 //   K_RANKS: how many blocks make the operands of every chunk, each of BK channels; consumers of each of them hold all
-//     K_RANKS BK channels. CHUNK_RANKS: how many make the operands of chunks in turn. If either is 2, blocks copy
-//     operands to each other. SinglePass: both are 1; ClusterSplitK: K_RANKS is 2
+//     K_RANKS BK channels. PANEL = 64: columns of a warpgroup. CHUNK_RANKS: how many make the operands of chunks in
+//     turn. If either is 2, blocks copy operands to each other. SinglePass: both are 1; ClusterSplitK: K_RANKS is 2
 //   SegmentState: the schedule without queries and outputs, for the final states of segments; both ranks are 1
 //   work: the block's head, columns and tokens; `sequence`, the number over the batch of its sequence, segment or, in
 //     SegmentState, part of a segment; its states `initial` and `final`, null if there is none
-//   Operands: of each stage a tile of q, one of k and one of scores for each of K_RANKS blocks, of q and k with its BK
-//     channels; scores_offset: the byte offset of a stage's scores in a tile that two stages share, else 0
+//   Operands: of each stage, for each of K_RANKS blocks, a tile of q and one of k with that block's BK channels, side
+//     by side as one tile of K_RANKS BK channels, and a tile of that block's scores; scores_offset: the byte offset of
+//     a stage's scores in a tile that two stages share, else 0
 //   HAS_CHANNEL_GATES: whether channels have gates of their own; false for ScalarDecay, whose decays of a chunk are all
 //     equal. SPLIT_SCORES: whether a score is stored as two numbers
 //   headers[stage]: a StageHeader. `decay`: of the channels of each of K_RANKS blocks, [0] first. row[0], the only one
@@ -162,7 +163,7 @@ __device__ __forceinline__ void multiply_scores_and_state(float (&o)[16], float 
   using Copy = StateOperand<T>;
   constexpr int DEPTH = Copy::DEPTH, PARTS = 2 * N / DEPTH / PART_OPERANDS;
   static_assert(PARTS * PART_OPERANDS * DEPTH == 2 * N, "parts hold all channels");
-  constexpr int PANEL_OPERANDS = 4;  // operands that read one panel of q, 128 bytes of channels
+  constexpr int PANEL_OPERANDS = 4;  // operands that read one panel of q: 128 bytes of channels
   u32 state[2][PART_OPERANDS][4];    // operands of this part and of the next
   u64 panels = k_major_tile(operands.q[stage]);
   hide_origin(panels);
@@ -189,6 +190,7 @@ __device__ __forceinline__ void multiply_scores_and_state(float (&o)[16], float 
   copy(0);
   if constexpr (PARTS > 1) copy(1);
   wgmma_fence();
+  // First, since its first product sets o; it closes no group: its products are in the group of multiply(0).
   multiply_scores<SPLIT, T>(o, v, operands, stage);
   multiply(0);
   if constexpr (PARTS > 1) multiply(1);
@@ -250,8 +252,8 @@ template <class Schedule, typename T, typename G, int BV> struct RegisterChoices
   // would spill 20 bytes.
   static constexpr bool TWO_LOOPS = ONE_BLOCK;
   // Whether the loop for ordinary chunks is left to copy reversed rows of v. With that code in the loop, CUDA 13.0's
-  // assembler spilled 12 bytes in bfloat16 and 44 in float16, of 128 channels and columns. With 64 columns it spills
-  // nothing for it, and a loop that is left has 7 instructions more.
+  // assembler spilled 12 bytes in bfloat16 and 44 in float16, of 128 channels and columns. With 64 columns that code
+  // spills nothing, and to leave the loop after each chunk takes 7 instructions more.
   static constexpr bool REFILLS_OUTSIDE = ONE_BLOCK && BV == 128;
 };
 
@@ -284,7 +286,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
     if constexpr (!Schedule::has_outputs) total_decay = s.scan.skipped_decay, has_initial &= total_decay != 0;
     if (has_initial) each_number_of_state(work.initial, [](float& x, const float* from) { x = *from; });
     if (threads_copy_rows<Schedule>(args))
-      for (u32 chunk = 0; chunk < SLOTS; ++chunk) fetch_backwards(chunk);
+      for (u32 chunk = 0; chunk < SLOTS; ++chunk) fetch_by_threads(chunk);
     else if (thread == 0)
       for (u32 chunk = 0; chunk < SLOTS && chunk * CHUNK < tokens; ++chunk) fetch(chunk);
     __syncwarp();  // else CUDA 13.0's assembler keeps this thread apart from its warp: see tests/convergence.py
@@ -303,8 +305,8 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
 #pragma unroll
     for (int row = 0; row < CHUNK; row += 16) f(thread / 8 + row, thread % 8);
   }
-  // The address that this lane gives to ldmatrix and stmatrix for four 8x8 matrices: 16 tokens from `token` on of this
-  // warp's 16 columns. In fewer instructions it equals
+  // The address that this lane gives to ldmatrix and stmatrix for four 8x8 matrices: 16 tokens from `token` on, a
+  // multiple of 8, of this warp's 16 columns. In fewer instructions it equals
   // swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1)).
   __device__ __forceinline__ T* ldmatrix_row(T* tile, int token) const {
     const int offset = (thread & 7) * (128 + 16) ^ (thread & 96) ^ (thread << 1 & 16) ^ (thread << 6 & 1024);
@@ -321,7 +323,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   }
   // Starts copying a chunk of v if the token stride is negative, for which there is no tensor map; for all threads of
   // the warpgroup. Copies nothing if the chunk starts after the sequence's end.
-  __device__ __forceinline__ void fetch_backwards(u32 chunk) {
+  __device__ __forceinline__ void fetch_by_threads(u32 chunk) {
     const u32 slot = chunk % SLOTS, token = chunk * CHUNK;
     if (token >= tokens) return;
     const T* const from = args.v_rows.row(work.batch, work.head, work.start + token) + first_column();
@@ -397,7 +399,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
         stmatrix_x4_trans(ldmatrix_row(values, 16 * half), rows);
       }
     }
-    // Lane 0 reads the header, since lane 0 releases the stage after that.
+    // Lane 0 reads the header, since lane 0 releases the stage after that. At the vote all lanes have read the decays.
     const bool one_by_one = __any_sync(0xffffffffu, thread % 32 == 0 && s.headers[stage].row[0] != WHOLE_CHUNK);
     wgmma_wait<0>();  // S is complete, and the stage's operands have been read
     wgmma_fence_operand(S);
@@ -435,7 +437,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
   // Stores a chunk of o in memory, from the slot of v.
   __device__ __forceinline__ void store(u32 chunk) {
     if constexpr (Schedule::has_outputs) {
-      fence_proxy_async();
+      fence_proxy_async();  // this thread's stores of o precede the copy that reads them
       // All warps' columns of o are in shared memory: one thread may store them.
       named_barrier_sync(VALUES_BARRIER + warpgroup, 128);
       const u32 token = chunk * CHUNK;
@@ -466,7 +468,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Consume
 
   // Stores the state after the last chunk in `final`, and SegmentState's decays.
   __device__ __forceinline__ void finish() {
-    tensor_store_wait();  // shared memory stays until o has been copied from it
+    tensor_store_wait();  // shared memory stays until o has been copied from it: thread 0, which copies, waits
     if constexpr (!Schedule::has_outputs) {
       // The channel whose decay put_decays stores at decays[thread].
       const int channel = int(args.channel) + thread / 16 * 16 + thread / 2 % 2 * 8 + thread / 4 % 4 * 2 + thread % 2;
@@ -501,15 +503,15 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
       }
       consumer.store(chunk);
       if (!REFILLS_OUTSIDE && __builtin_expect(threads_copy_rows<Schedule>(args), false))
-        consumer.fetch_backwards(chunk + ConsumerOf::SLOTS);
+        consumer.fetch_by_threads(chunk + ConsumerOf::SLOTS);
       ++chunk;
     } while (chunk * CHUNK < tokens && (!ConsumerOf::STORES_MARKS || (chunk & mask) != 0) && !refills_outside);
     if (TWO_LOOPS && one_by_one) {
       consumer.compute_token_by_token(chunk), consumer.store(chunk);
-      if (!REFILLS_OUTSIDE && threads_copy_rows<Schedule>(args)) consumer.fetch_backwards(chunk + ConsumerOf::SLOTS);
+      if (!REFILLS_OUTSIDE && threads_copy_rows<Schedule>(args)) consumer.fetch_by_threads(chunk + ConsumerOf::SLOTS);
       ++chunk;
     }
-    if (refills_outside) consumer.fetch_backwards(chunk - 1 + ConsumerOf::SLOTS);
+    if (refills_outside) consumer.fetch_by_threads(chunk - 1 + ConsumerOf::SLOTS);
   }
   consumer.finish();
 }

@@ -313,8 +313,8 @@ __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, cons
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread) {
   using Coord = ProducerCoord<BK>;
-  using S = Shared<Schedule, T, G, BK, BV>;
-  constexpr int GROUPS = S::GROUPS, CHUNK_RANKS = Schedule::CHUNK_RANKS;
+  using Storage = Shared<Schedule, T, G, BK, BV>;
+  constexpr int GROUPS = Storage::GROUPS, CHUNK_RANKS = Schedule::CHUNK_RANKS;
   const WorkTile& work = s.work;
   const int tokens = work.tokens;
   int group = GROUPS > 1 ? u32(thread) / Coord::THREADS : 0;
@@ -327,7 +327,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   u32 iteration = 0;
   // Whether a chunk was OUT_OF_FLOAT16: later ones are then scaled at once, since it is slow to make them twice.
   bool after_overflow = false;
-  for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::PRODUCER_GROUPS, ++iteration) {
+  for (int chunk = maker; chunk * CHUNK < tokens; chunk += Storage::PRODUCER_GROUPS, ++iteration) {
     // `hide_origin` hides a value's origin, so that the compiler computes addresses again instead of holding them in
     // registers. Instances with spare registers are faster without it. Measured times decided which instances hide
     // which values.
@@ -342,9 +342,9 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     // `%` tells the compiler that the group is 0.
     const Coord coord{GROUPS > 1 ? u32(thread) : u32(thread) % Coord::THREADS};
     const float scalar_gate = next_scalar_gate;
-    const u32 stage = S::PRODUCER_GROUPS == S::STAGES ? u32(maker) : u32(chunk) % S::STAGES;
-    const u32 fills = S::PRODUCER_GROUPS == S::STAGES ? iteration : u32(chunk) / S::STAGES;
-    const ChunkJob job{group, rank, chunk, chunk + S::PRODUCER_GROUPS, tokens, stage, fills, iteration & 1};
+    const u32 stage = Storage::PRODUCER_GROUPS == Storage::STAGES ? u32(maker) : u32(chunk) % Storage::STAGES;
+    const u32 fills = Storage::PRODUCER_GROUPS == Storage::STAGES ? iteration : u32(chunk) / Storage::STAGES;
+    const ChunkJob job{group, rank, chunk, chunk + Storage::PRODUCER_GROUPS, tokens, stage, fills, iteration & 1};
     if (HAS_CHANNEL_GATES<G>) {
       mbarrier_wait(s.gates_copied[group], job.parity);
       if (job.partial()) clear_gates(s.inputs[group], coord.first_row, job.partial(), coord.channel);
