@@ -37,7 +37,7 @@ from .typing import (
     StepOptions,
 )
 
-MEMBERS: list[Op] = []  # the gated family
+MEMBERS: list[Op] = []  # the gated family, complete where OPERATORS is made
 GATED: list[Op] = []  # the members that backends compute; the other members are derived from these
 
 

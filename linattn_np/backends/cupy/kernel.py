@@ -81,9 +81,9 @@ class Kernel:
         """The instance in C++, such as "gated_forward<AfterWrite, float, float, 64, 64>"."""
         return f"{self.name}<{', '.join(self.template)}>" if self.template else self.name
 
-    def filled_in(self, cpp_text) -> str:
+    def filled_in(self, text) -> str:
         """The C++ text with the template's arguments in the place of the names in braces."""
-        return cpp_text.format(**{field.name: text for field, text in zip(fields(self), self.template)})
+        return text.format(**{field.name: argument for field, argument in zip(fields(self), self.template)})
 
     @property
     def shared_types(self) -> tuple[str, ...]:

@@ -122,8 +122,9 @@ def segments_that_fill(blocks, longest, capacity, spared=0, shortest=SEGMENT) ->
 
 
 def heads_at_work(problem) -> int:
-    """The heads of all sequences; or, if most tokens are in few of them, as many heads of the longest one as have twice
-    the tokens of all. Blocks of short sequences end early, and leave the card to the long ones."""
+    """The heads of all sequences, N H; or, if that is less, so many of the longest one that they have twice the tokens
+    of all: most tokens are then in few sequences. Blocks of short ones end early, and leave the card to the long ones.
+    """
     (B, N, H, T), longest = problem.shape("B N H T"), problem.spans.longest
     return min(N * H, ceil_div(2 * B * H * T, max(longest, 1)))
 
