@@ -400,8 +400,8 @@ class Compiled:
         self.first_key, self.last_key = key_ranges(problem.spans, problem.options["key_spans"], attention.window)
 
     def by_head(self, x):
-        """x [B, H, T, ...] as contiguous float32 [B HK, G, T, ...], without a copy if it is so already, as all arrays are
-        that the loops write."""
+        """x [B, H, T, ...] as contiguous float32 [B HK, G, T, ...], without a copy if it is so already, as every array
+        is that the loops write."""
         x = np.ascontiguousarray(x, np.float32)
         return x.reshape(self.B * self.HK, -1, *x.shape[2:])
 
