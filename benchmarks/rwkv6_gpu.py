@@ -234,8 +234,8 @@ def row(decoder, args, bandwidth):
 def decode(decoder, runs, bandwidth):
     batch = decoder.batch
     tokens, state = cupy.zeros(batch, np.int64), decoder.initial_state()
-    eager_ms = median_ms(lambda: decoder.step(tokens, state, greedy=True), 10)
-    decoder.capture(tokens, state, greedy=True)
+    eager_ms = median_ms(lambda: decoder.step(tokens, state), 10)
+    decoder.capture(tokens, state)
     ms, mhz = devices.medians(sampling(lambda: [decoder.replay() for _ in range(STEPS)], ENQUEUED), runs)
     ms /= STEPS
     assert cupy.isfinite(decoder.logits).all()

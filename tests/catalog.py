@@ -307,7 +307,6 @@ def of_models():
         yield from model_products.WideProduct.all(T)
         yield model_products.SquaredProduct(T)
     yield rwkv6.Widen(BFLOAT16)
-    yield rwkv6.Argmax()
     for X in CTYPES:
         yield rwkv6.GatedAdd(X)
         yield rwkv6.LowActivations(X)

@@ -383,7 +383,7 @@ def decoding(rng, device):
     for decoder in decoders:
         tokens, state = device.upload(rng.integers(0, SMALL["V"], decoder.batch)), decoder.initial_state()
         for _ in range(2):
-            yield decoder.step(tokens, state, greedy=True)
+            yield decoder.step(tokens, state)
 
 
 def squares(rng, device):

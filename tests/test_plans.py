@@ -149,9 +149,9 @@ def test_tensor_maps_and_structs_are_packed_in_place():
 
 
 def test_an_argument_that_is_missing_or_too_many_is_refused():
-    kernel = rwkv6_model_kernels.Argmax()
-    for wrong in ({"logits": 0, "tokens": 0}, {"logits": 0, "tokens": 0, "V": 1, "W": 1}):
-        with pytest.raises(TypeError, match="rwkv6_argmax takes"):
+    kernel, missing = rwkv6_model_kernels.GatedAdd(SINGLE), {"x": 0, "gate": 0, "value": 0}
+    for wrong in (missing, missing | {"count": 1, "W": 1}):
+        with pytest.raises(TypeError, match="rwkv6_gated_add takes"):
             Draft().launch(kernel, 1, **wrong)
 
 
@@ -170,7 +170,7 @@ def compiling(monkeypatch):
 def test_kernels_are_compiled_side_by_side_and_once(compiling):
     both, done = Barrier(2), []
     compiling.append(lambda kernel: (both.wait(PATIENCE), done.append(kernel), kernel.name)[-1])
-    kernels, device = (rwkv6_model_kernels.Argmax(), rwkv6_model_kernels.GatedAdd(SINGLE)), devices.CupyDevice()
+    kernels, device = [rwkv6_model_kernels.GatedAdd(dtype) for dtype in (SINGLE, BFLOAT16)], devices.CupyDevice()
     device.compile(kernels)
     device.compile(kernels)
     device.wait_for(kernels)
@@ -184,9 +184,9 @@ def test_a_kernel_that_failed_is_tried_again(compiling):
 
     compiling.append(failing)
     with pytest.raises(RuntimeError, match="no memory"):
-        devices.load(rwkv6_model_kernels.Argmax(), 0)
+        devices.load(rwkv6_model_kernels.GatedAdd(SINGLE), 0)
     compiling.append(lambda kernel: "loaded")
-    assert devices.load(rwkv6_model_kernels.Argmax(), 0) == "loaded"
+    assert devices.load(rwkv6_model_kernels.GatedAdd(SINGLE), 0) == "loaded"
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -238,17 +238,17 @@ def test_steps_are_executed_in_order():
     half = draft.cast(as_array(x), np.dtype(np.float16), "x: in half")
     zeros = draft.zeros((8,), SINGLE)
     table = draft.table(np.arange(4))
-    tokens, logits = draft.zeros((2,), np.dtype(np.int64)), draft.contiguous_copy(half, SINGLE)
-    draft.launch(rwkv6_model_kernels.Argmax(), 2, logits=logits, tokens=tokens, V=4)
-    draft.copy(logits[::-1], as_array(out))
-    plan = draft.plan((as_array(out), tokens, zeros[2:], None, table), given=(x, out))
+    total, copy, kernel = draft.zeros((8,), SINGLE), draft.contiguous_copy(half, SINGLE), rwkv6_model_kernels.GatedAdd
+    draft.launch(kernel(SINGLE), 1, x=total, gate=None, value=copy, count=8)
+    draft.copy(copy[::-1], as_array(out))
+    plan = draft.plan((as_array(out), total, zeros[2:], None, table), given=(x, out))
     assert [type(step) for step in plan.steps] == [Copy, Fill, Upload, Fill, Copy, Launch, Copy]
-    assert plan.copies == ("x: in half",) and plan.kernels == (rwkv6_model_kernels.Argmax(),)
+    assert plan.copies == ("x: in half",) and plan.kernels == (kernel(SINGLE),)
     assert plan.scratch == 16 + 32
     run = execute.CompiledPlan(plan, EmulatedDevice())
     for turn in range(3):
         arrays = np.random.default_rng(turn).permutation(8).astype(np.float32), np.empty(8, np.float32)
-        (found, tokens, zeros, none, table), _ = run(arrays)
+        (found, total, zeros, none, table), _ = run(arrays)
         assert found is arrays[1] and np.array_equal(found, arrays[0][::-1])
-        assert tokens.tolist() == [arrays[0][:4].argmax(), arrays[0][4:].argmax()]
+        assert np.array_equal(total, arrays[0])
         assert not zeros.any() and zeros.shape == (6,) and none is None and table.tolist() == [0, 1, 2, 3]

@@ -57,7 +57,7 @@ def on_cuda(device, kind, monkeypatch):
     """A model on the device under test. Emulated, a graph is the launches that were bound when it was captured."""
 
     def capture(decoder, tokens, state, slots=None):
-        decoder.bind(tokens, state, slots, False)
+        decoder.bind(tokens, state, slots)
         decoder.graph = decoder.launches
 
     def replay(decoder):

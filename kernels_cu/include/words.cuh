@@ -72,18 +72,3 @@ template <typename Words, typename Word, int N>
 __device__ __forceinline__ void take_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch) {
   do { load_words(words, from); } while (other_epoch(words, epoch) & BITS_OF_EPOCH<Word>);
 }
-
-// The largest of the keys of a grid's blocks, which has one dimension; one thread of each block calls this, with a key
-// above 0: any integer in the order that is wanted (key_of in rwkv6/decode_layers.cuh: a logit above a token). The last
-// block to call gets the largest key, all others get 0. most, in memory: the largest key so far; brought: the number of
-// calls so far, which acq_rel keeps behind the calls' keys. Both must be 0 before, and are 0 afterwards: plain stores
-// do, since all blocks have called.
-__device__ __forceinline__ u64 most_of_grid(u64* most, u32* brought, u64 key) {
-  u32 before;
-  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(most), "l"(key) : "memory");
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(brought) : "memory");
-  if (before + 1 < gridDim.x) return 0;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(key) : "l"(most) : "memory");
-  *most = 0, *brought = 0;
-  return key;
-}

@@ -1,5 +1,5 @@
-// what      Decodes one token of RWKV-6 for one sequence in one launch: all layers, the logits, and the likeliest next
-//           token. Every weight is read once.
+// what      Decodes one token of RWKV-6 for one sequence in one launch: all layers and the logits. Every weight is read
+//           once.
 // math      phases of a layer, xx = LN(x), old = the previous token's xx, mix(xx) = xx + (old - xx) maa:
 //           low = tanh(maa_down mix(xx)) | mixed_c = xx + (old - xx) (maa_c + up_c low_c), c one of w k v r g |
 //           decay_low = tanh(decay_down mixed_w), k v r g = W mixed | y = group norm of the time mix |
@@ -10,10 +10,10 @@
 //           LN(x) of both mixes, x after either mix, and the last layer's x in words of 8 bytes; low [5 A], mixed
 //           [5, D], kvrg [4, D] with silu of the gate, decay_low [W], y [D], activated [F], gate [D]. arrived [grid]:
 //           how many layers a block has computed so far, over all launches
-// grid      rwkv/cuda_weights.py and rwkv6/cuda_decode.py launch as many blocks as multiprocessors, all resident at
-//           once unless only one phase is launched. Of a block, 256 threads compute: of a tile of 16 rows of a product,
-//           a warp takes every 8th step along K, and a lane neighbouring numbers of two rows; one warp, the finishing
-//           warp, adds the warps' sums; COPIERS warps copy weights
+// grid      as many blocks as multiprocessors, all resident at once unless only one phase is launched
+//           (launch_all_layers in rwkv/cuda_decoder.py). Of a block, 256 threads compute: of a tile of 16 rows of a
+//           product, a warp takes every 8th step along K, and a lane neighbouring numbers of two rows; one warp, the
+//           finishing warp, adds the warps' sums; COPIERS warps copy weights
 // smem      Shared; then the staging area: the operands of D numbers, twice if a norm has two mixes; or those of
 //           `staged` numbers at a time if a product has more; or a head's time mix
 // barriers  none of the grid. A word holds the number of its layer, or its parity: a reader loads it again until the

@@ -41,7 +41,6 @@
 //     depth_of: the rows of a tile, and their length K
 //   PHASES: of a layer; multiplies: whether a phase multiplies by weights; is_normed: whether by LN(x) or its mixes
 //   input_of: the input of a tile
-//   most_of_grid: the largest key of all blocks, counted in args.brought, in the last block to call; 0 in others
 //   opaque: hides a value's origin from the compiler
 
 // Version: the class of the version's phases, which is derived from this one. It has
@@ -66,8 +65,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   typedef typename Block::Operands Operands;
   typedef typename Block::Word Word;
   static_assert(VECTORS == 2 || VECTORS == 1 && KEEPS_NORM, "a phase with two inputs is normed once");
-  int tile_count;     // tiles of all phases so far: even and odd ones use the two places in s.tile_sums
-  u64 likeliest = 0;  // key_of the lane's largest logit
+  int tile_count;  // tiles of all phases so far: even and odd ones use the two places in s.tile_sums
 
   // next: twice the number of the next stage of weights, plus the parity of its barrier `full`.
   __device__ __forceinline__ DecodeLayers(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next = 0,
@@ -131,29 +129,11 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         break;
       case HEAD:
         row += tile * ROWS;
-        if (row >= args.V) break;
-        args.logits[row] = sum;
-        if (const u64 key = key_of(sum, row); key > likeliest) likeliest = key;
+        if (row < args.V) args.logits[row] = sum;
         break;
       default:
         version().finish(phase, tile, input, row, sum);
     }
-  }
-
-  // An integer that is larger for a larger logit, and for equal logits larger for the lower token. NaN is above all
-  // logits, with a sign bit below all.
-  static __device__ __forceinline__ u64 key_of(float logit, int token) {
-    const u32 bits = __float_as_uint(logit + 0.f);  // makes -0 a 0
-    return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | ~u32(token);
-  }
-
-  // Finds the likeliest token of the grid; for the finishing warp, after all logits of the block.
-  __device__ __forceinline__ void choose_token() {
-    const u32 logit = __reduce_max_sync(0xffffffffu, u32(likeliest >> 32));
-    const u32 token = __reduce_max_sync(0xffffffffu, likeliest >> 32 == logit ? u32(likeliest) : 0u);
-    if ((tid & 31) > 0) return;
-    if (const u64 most = most_of_grid(args.likeliest, args.brought, u64(logit) << 32 | token))
-      *args.tokens = ~u32(most);
   }
 
   // A lane's weights of a stage: its columns of rows g = lane / 4 (above) and g + 8 (below), 16 bytes for each step.
@@ -372,7 +352,6 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<STAGES>& s
     Version block(args, s, before + layer + 1, next, tile_count);
     if (finishes) {
       if (multiplies(phase)) block.finish_products(layer, phase);
-      if (phase == HEAD && args.tokens) block.choose_token();
     } else {
       if (n > args.first) sync();  // the previous phase's shared memory has been read
       if (multiplies(phase)) block.products(layer, phase);

@@ -65,9 +65,6 @@ template <typename T, typename S> struct Args {
   i64 staged;       // how many numbers of a product's vector the staging area holds at a time
   i64 first, last;  // phases [first, last) are computed; layer * PHASES + phase is a phase's number, L * PHASES HEAD's
   double eps, group_eps;
-  i64* tokens;     // the likeliest token, the lowest of equal ones; null: not wanted
-  u64* likeliest;  // one number: the largest key_of (decode_layers.cuh) of blocks so far; 0 before a launch
-  u32* brought;    // one number: how many blocks it is of; 0 before a launch
 };
 
 // The block's share of a phase's tiles: share_to_first gives all blocks as many, but for one more to the first ones,

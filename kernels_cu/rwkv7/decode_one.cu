@@ -1,5 +1,5 @@
-// what      Decodes one token of RWKV-7 for one sequence in one launch: all layers, the logits, and the likeliest next
-//           token. Every weight is read once.
+// what      Decodes one token of RWKV-7 for one sequence in one launch: all layers and the logits. Every weight is read
+//           once.
 // math      phases of a layer, xx = LN(x), old = the previous token's xx, mix(xx) = xx + (old - xx) maa:
 //           low = tanh(down mix_w) | down mix_a | sigmoid(down mix_g) | down mix_v, v k r = W mix(xx) |
 //           y = (group norm of the time mix + bonus) gate. The *openings* are functions of low times `up`, second

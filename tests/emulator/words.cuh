@@ -42,11 +42,3 @@ void take_words(Words (&words)[N], const Word* const (&from)[N], u32 epoch, emul
   load_words(words, from, where);
   settle_words(words, from, epoch, where);
 }
-
-inline u64 most_of_grid(u64* most, u32* brought, u64 key) {
-  *most = std::max(*most, key);
-  if (++*brought < gridDim.x) return 0;
-  key = *most;
-  *most = 0, *brought = 0;
-  return key;
-}

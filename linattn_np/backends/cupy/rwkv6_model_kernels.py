@@ -143,7 +143,6 @@ class TimeMixBatch(ModelKernel):
 # The arguments of DecodeFew: weights by their names in `rwkv6.weights`, their int8 scales; parts of the state; buffers
 # between phases (`rwkv6.cuda_decode`), and `arrived`, how many layers each block has computed. L layers, P rows of the
 # state, A and W the ranks, F channels of the channel mix, V tokens of the vocabulary. first, last: a range of phases.
-# tokens: gets the likeliest token, or null; likeliest, brought: the best of the blocks so far, and how many these are.
 class DecodeFew(ModelKernel):
     """A whole decoding step of one sequence in one launch, on Hopper. Blocks wait for each other's results without
     barriers: each number is stored as a word that also says of which layer it is.
@@ -158,7 +157,7 @@ class DecodeFew(ModelKernel):
         "decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales ffn_value_scales "
         "head_scales maa_up decay_up ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots "
         "xx low mixed kvrg_out decay_low y activated gate x logits arrived, int64s L P D H N A W F V staged "
-        "first last, float64s eps group_eps, pointers tokens likeliest brought"
+        "first last, float64s eps group_eps"
     )
     shared_memory, arch, threads = ("Shared<{stages}>",), SM90, 384
     PHASES: ClassVar[int] = 7  # of a layer
@@ -222,15 +221,6 @@ class DecodeFew(ModelKernel):
         """Bytes per channel in the input area during a norm: the operands of two mixes, the float32 norm, and with int8
         weights also the float32 mix that becomes digits. float32 operands overwrite the norm."""
         return 2 * self.bytes_of_operand + {BFLOAT16: 4, INT8: 8}.get(self.dtype, 0)
-
-
-class Argmax(ModelKernel):
-    """The likeliest token of each sequence."""
-
-    file = "rwkv6/argmax"
-    arguments = members("pointers logits tokens, int64s V")
-    shared_memory = ("Shared",)
-    threads = 1024
 
 
 # -- decoding and prompts ----------------------------------------------------------------------------------------------

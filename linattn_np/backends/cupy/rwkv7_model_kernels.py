@@ -76,7 +76,7 @@ class DecodeOne(rwkv6.DecodeFew):
         "pointers down vkr output ffn_key ffn_value head down_scales vkr_scales output_scales ffn_key_scales "
         "ffn_value_scales head_scales up ln1 ln2 ln_x ln_out mix ffn_mix bases removal replacement bonus att_shift "
         "ffn_shift wkv slots xx low vkr_out y activated first_v x logits arrived, int64s L P D H N W A G Q F V "
-        "staged first last, float64s eps group_eps, pointers tokens likeliest brought"
+        "staged first last, float64s eps group_eps"
     )
     PHASES = 5
     STAGES = (12, 11, 8, 4)

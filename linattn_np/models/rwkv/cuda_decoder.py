@@ -179,15 +179,13 @@ class CudaDecoder(NotCopied):
 
         xx : the normed x of both mixes, x after each mix, and x after the last layer, whose words have 8 bytes each
         arrived : each block's epoch
-        likeliest, brought : the most likely token of the blocks that have brought theirs, and how many have
         """
         shapes |= {"xx": (6, self.sizes["D"]), "y": (self.sizes["D"],), "activated": (self.sizes["F"],)}
         # as `Handed` in rwkv6/decode_tiles.cuh; a word of 4 bytes holds only the epoch's last bit
         word = INT64 if self.dtype == FLOAT32 else UINT32
         buffers = {name: self.device.zeros(shape, word) for name, shape in shapes.items()}
         blocks = max(self.device.multiprocessors, PHASE_BLOCKS)
-        buffers |= {name: self.device.zeros((count,), UINT32) for name, count in (("arrived", blocks), ("brought", 1))}
-        return buffers | {"likeliest": self.device.zeros((1,), INT64)}
+        return buffers | {"arrived": self.device.zeros((blocks,), UINT32)}
 
     @property
     def logits(self):
@@ -205,10 +203,10 @@ class CudaDecoder(NotCopied):
         """The state before the first token, with `rows` rows for a pool; by default one row per sequence."""
         return State.made(self.device.zeros, self.sizes, self.batch if rows is None else rows, self.state_dtype)
 
-    def step(self, tokens, state: State, slots=None, greedy: bool = False):
+    def step(self, tokens, state: State, slots=None):
         """Enqueues a step on the current stream; returns ``logits`` [B, V]. `state` is updated in place.
 
-        tokens : int64 [B] on the device, each below V; with `greedy` they are replaced by the most likely next tokens.
+        tokens : int64 [B] on the device, each below V
         state : P rows on the device, contiguous, float32 except for `wkv`, which has `state_dtype`.
         slots : int64 [B] on the device, all different, or None
             The row of the state that belongs to each sequence; without slots P = B and sequence b has row b.
@@ -216,11 +214,11 @@ class CudaDecoder(NotCopied):
         The result is the decoder's own buffer, which the next step overwrites. ContractError for arrays of
         another shape or dtype; the values of tokens and slots are not checked.
         """
-        for launch in self.bind(tokens, state, slots, greedy):
+        for launch in self.bind(tokens, state, slots):
             launch()
         return self.logits
 
-    def capture(self, tokens, state: State, slots=None, greedy: bool = False):
+    def capture(self, tokens, state: State, slots=None):
         """Captures `step` in a CUDA graph for `replay`, without running it; returns the buffer of `logits`.
 
         Every replay reads and writes these very arrays: keep them, and write new values into them.
@@ -232,11 +230,11 @@ class CudaDecoder(NotCopied):
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
         with stream:  # loads libraries and kernels, which a capture cannot; one layer needs all of them
-            for launch in self.launches_of(zeros((self.batch,), INT64), one_layer_state, None, greedy, 1):
+            for launch in self.launches_of(zeros((self.batch,), INT64), one_layer_state, None, 1):
                 launch()
             stream.synchronize()
             stream.begin_capture()
-            self.step(tokens, state, slots, greedy)
+            self.step(tokens, state, slots)
             self.graph = stream.end_capture()
         return self.logits
 
@@ -245,12 +243,12 @@ class CudaDecoder(NotCopied):
         self.graph.launch()
         return self.logits
 
-    def bind(self, tokens, state, slots, greedy):
-        """The launches of a step on these arrays: those of the last call if `greedy` and all addresses are the same."""
-        key = greedy, self.addresses_of(tokens, *state.arrays, *(() if slots is None else (slots,)))
+    def bind(self, tokens, state, slots):
+        """The launches of a step on these arrays: those of the last call if all addresses are the same."""
+        key = self.addresses_of(tokens, *state.arrays, *(() if slots is None else (slots,)))
         if key != self.bound_key:
             self.check(tokens, state, slots)
-            self.launches = self.launches_of(tokens, state, slots, greedy, self.sizes["L"])
+            self.launches = self.launches_of(tokens, state, slots, self.sizes["L"])
             self.bound_key = key
         return self.launches
 
@@ -258,13 +256,13 @@ class CudaDecoder(NotCopied):
         """The address, shape and strides of each array. Launches depend on nothing else."""
         return tuple([(self.device.pointer(array), array.shape, array.strides) for array in arrays])
 
-    def launches_of(self, tokens, state, slots, greedy, layers) -> list:
+    def launches_of(self, tokens, state, slots, layers) -> list:
         """Functions, one per launch, that enqueue a step through the first `layers` layers on these arrays."""
-        plan, arrays = self.plan_of(tokens, state, slots, greedy, layers)
+        plan, arrays = self.plan_of(tokens, state, slots, layers)
         # None in place of arrays, which only copies and fills read: a decoder's plan has neither
         return [partial(command, None) for command in CompiledPlan(plan, self.device).commands(arrays)]
 
-    def plan_of(self, tokens, state, slots, greedy, layers) -> tuple[Plan, list]:
+    def plan_of(self, tokens, state, slots, layers) -> tuple[Plan, list]:
         """The plan of a step, and the arrays that its launches take."""
         parts, descriptions, arrays = describe_parts(
             self.device,
@@ -274,14 +272,14 @@ class CudaDecoder(NotCopied):
             state={name: getattr(state, name) for name in STATE},
             call={"tokens": tokens, "slots": slots},
         )
-        steps = self.step_class(self, parts).steps(greedy, layers)
+        steps = self.step_class(self, parts).steps(layers)
         return Plan(buffers=(), steps=steps, results=None, given=descriptions), arrays
 
     def compile(self):
         """Starts to compile the kernels of a step in the background."""
         parts = shapes_and_dtypes(self.sizes | {"L": 1}, 1, self.state_dtype)  # one layer has all kernels
         state = State(**{name: caller_array(name, *shape_and_dtype) for name, shape_and_dtype in parts.items()})
-        plan, _ = self.plan_of(caller_array("tokens", (self.batch,), INT64), state, None, False, 1)
+        plan, _ = self.plan_of(caller_array("tokens", (self.batch,), INT64), state, None, 1)
         self.device.compile(plan.kernels)
 
     def check(self, tokens, state, slots):
@@ -315,18 +313,16 @@ class DecodingStep:
         self.x, self.sum = self.buffers.x, self.buffers.sum  # the residual, and the array for its next sum
         self.gate = getattr(self.buffers, "gate", None)  # the channel mix's gate, in versions that have one
 
-    def steps(self, greedy, layers) -> tuple:
+    def steps(self, layers) -> tuple:
         """The steps of the plan, in order."""
         decoder, buffers = self.decoder, self.buffers
         # x = the layer norms of the tokens' rows of the embedding
         norm = self.model.ln0
         kernels.ChosenNorm.launch(self.draft, self.tokens, self.model.embedding, norm, buffers.x, decoder.layer_eps)
         if decoder.kernel:
-            self.launch_all_layers(layers, greedy)
+            self.launch_all_layers(layers)
         else:
             self.launch_each_product(layers)
-            if greedy:
-                self.draft.launch(kernels.Argmax(), decoder.batch, logits=buffers.logits, tokens=self.tokens)
         return tuple(self.draft.steps)
 
     def launch_each_product(self, layers):
@@ -339,14 +335,14 @@ class DecodingStep:
         self.norm_shift(self.model.ln_out, buffers.normed, added=added, after_channel_mix=True)
         self.matmul(self.model, ("head", buffers.normed, buffers.logits, WRITE))
 
-    def launch_all_layers(self, layers, greedy):
-        """Adds all layers, the head and, if `greedy`, the most likely token by the decoder's `kernel`: in one launch if
-        all blocks can run at the same time, else in one per phase."""
+    def launch_all_layers(self, layers):
+        """Adds all layers and the head by the decoder's `kernel`: in one launch if all blocks can run at the same time,
+        else in one per phase."""
         kernel, more_shared = self.decoder.kernel  # more_shared: bytes of shared memory for the inputs of products
         # if weights have a buffer's name, the kernel's argument for the buffer ends in _out, as kvrg_out
         outputs = {f"{name}_out": array for name, array in vars(self.buffers).items()}
         arrays = outputs | vars(self.buffers) | vars(self.layers) | vars(self.state) | vars(self.model)
-        arrays |= {"slots": self.slots, "tokens": self.tokens if greedy else None}
+        arrays["slots"] = self.slots
         pointer_names = [member.name for member in kernel.arguments if member.kind == "pointer"]
         # scales are null if matrices are not int8
         pointers = {name: arrays.get(name) if name.endswith(SCALES) else arrays[name] for name in pointer_names}
