@@ -97,9 +97,9 @@ def row_words(x, _):
     """An array's address and three strides in elements. The stride of an axis of size 1 is 0, which broadcasts it."""
     if x is None:
         return [None, 0, 0, 0]
-    strides = [stride // x.dtype.itemsize if size > 1 else 0 for stride, size in zip(x.strides[:-1], x.shape)]
-    assert len(strides) <= 3 and not any(stride % x.dtype.itemsize for stride in x.strides)
-    return [x.ref, *strides, *[0] * (3 - len(strides))]
+    strides = [stride if size > 1 else 0 for stride, size in zip(x.strides[:-1], x.shape)]
+    assert len(strides) <= 3 and not any(stride % x.dtype.itemsize for stride in strides)
+    return [x.ref, *(stride // x.dtype.itemsize for stride in strides), *[0] * (3 - len(strides))]
 
 
 def struct_words(values, member):
