@@ -78,7 +78,7 @@
 //   opaque(x)            x, computed again instead of held in a register; SINCE_SM100: cards whose compiler needs more
 //                        registers; max_nan(x, y): the larger one, NaN if one is
 //   fetch_rows, store_rows  copy rows of an array to a tile of shared memory, and back: of those rows and columns alone
-//                        that exist; last argument: whether rows start on, and are multiples of, 16 bytes
+//                        that exist
 //   put_pair             stores a lane's two neighbouring numbers
 //   padded_width         the width of rows that value_gate's kernels store for this one
 //   chunk_of_launch      the number of a chunk in such arrays
@@ -212,7 +212,6 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const i64 c = work.c, h = work.h, b = work.b;
   const Span span = work.span;
   const float scale = float(args.scale);
-  const bool vectors = args.vectors;
 
   const i64 chunk = chunk_of_launch(shape, heads, b, h - args.first, c);
   const float* all_column_decays = args.decays + chunk * padded_width(shape.V);  // of this chunk; read if gated
@@ -222,11 +221,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     Values<Value>& to = s.values[stage & 1];
     const ChannelTile current = RECOMPUTES_WORK && M::SPLIT ? work_of(opaque(blockIdx.x)) : work;
     const i64 head = Columns::gated ? current.h - args.first : current.h, column = stage * COLUMNS;
-    const bool aligned = Columns::gated || vectors;
     fetch_rows<CHUNK, COLUMNS, Value, LDV>(to.v, args.v, current.b, head, current.span.start, current.span.stop, column,
-                                           width, aligned);
+                                           width);
     fetch_rows<CHUNK, COLUMNS, Value, LDV>(to.do_, args.do_, current.b, head, current.span.start, current.span.stop,
-                                           column, width, aligned);
+                                           column, width);
   };
   // A queue of two: index 0 has the 16 columns that are multiplied next, index 1 the following 16. Each step moves
   // index 1 to index 0 and loads index 1.
@@ -259,9 +257,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   for (int step = 0; step < STEPS; ++step) fetch_states(step, 0, step);
   // q, k and g belong to the next group of copies: the loop's first wait leaves them under way, and they are read after
   // the loop only.
-  fetch_rows<CHUNK, TILE>(s.q, args.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
-  fetch_rows<CHUNK, TILE>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
-  fetch_rows<CHUNK, TILE>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+  fetch_rows<CHUNK, TILE>(s.q, args.q, b, h, span.start, span.stop, tile * TILE, shape.K);
+  fetch_rows<CHUNK, TILE>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K);
+  fetch_rows<CHUNK, TILE>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K);
 
   // Sums over V. dq: S do, dk: dS v, [16 channels, 64 tokens], without decays so far; dA_blocks: this warp's blocks of
   // dA, [16 tokens, 16 tokens]; state_terms: this lane's share of the sum of S dS, by octet.
@@ -367,7 +365,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   // Stores the tokens and channels of a tile that exist; for all threads of the block.
   const auto store = [&](const auto& to, const auto* tile) {
     store_rows<CHUNK, TILE>(to, tile, stored.b, stored.h, stored.span.start, stored.span.stop, stored.tile * TILE,
-                            shape.K, vectors);
+                            shape.K);
   };
   if (!Columns::turned) store(args.dq, s.q);  // turned: dq would be the gradient of do
   store(args.dk, s.k);

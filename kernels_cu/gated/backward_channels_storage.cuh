@@ -62,7 +62,6 @@ template <typename T, typename G, typename Value> struct Args {
   Shape shape;
   i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
-  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes, which the host checks
   // The members from here on are used if Columns is gated. The host leaves them null otherwise.
 
   // dA [B, heads, NC, 64, 64], without its diagonal, times STORED_SCORE, within a sub-chunk also times NEAR_SCALE.

@@ -66,8 +66,7 @@ template <typename T, typename G> struct Args {
   Shape shape;
   i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
-  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
-  i64 P;        // segments of a sequence, 1 or more, for summaries and with chunk_states
+  i64 P;  // segments of a sequence, 1 or more, for summaries and with chunk_states
 };
 
 // A step's rows [token, channel or column]; LD (backward.cuh): the distance of neighbouring tokens.
@@ -182,18 +181,15 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
   // no such step.
   const auto fetch_gates = [&](int step, int stage) {
     fetch_rows<STEP, TILE>(s.stages[stage].g, args.g, work.b, work.h, token_of(step), work.span.stop,
-                           work.k_tile * TILE, K, args.vectors);
+                           work.k_tile * TILE, K);
   };
   const auto fetch = [&](int step) {
     if (step < steps) {
       Stage<T, G, BV>& in = s.stages[step % STAGES];
       const i64 token = token_of(step), stop = work.span.stop;
-      const bool vectors = args.vectors;
       fetch_gates(step, step % STAGES);
-      fetch_rows<STEP, TILE>(in.keys, backwards ? args.q : args.k, work.b, work.h, token, stop, work.k_tile * TILE, K,
-                             vectors);
-      fetch_rows<STEP, BV>(in.values, backwards ? args.do_ : args.v, work.b, work.h, token, stop, work.v_tile * BV, V,
-                           vectors);
+      fetch_rows<STEP, TILE>(in.keys, backwards ? args.q : args.k, work.b, work.h, token, stop, work.k_tile * TILE, K);
+      fetch_rows<STEP, BV>(in.values, backwards ? args.do_ : args.v, work.b, work.h, token, stop, work.v_tile * BV, V);
     }
     cp_async_commit();
   };

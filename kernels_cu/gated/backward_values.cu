@@ -51,7 +51,6 @@ template <typename T, typename G> struct Args {
   Shape shape;
   i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
-  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
 };
 
 // 32 channels of the chunk's inputs [token, channel].
@@ -121,14 +120,13 @@ __global__ void __launch_bounds__(
   const u32 block = blockIdx.x / v_tiles, NC = u32(shape.NC), heads = u32(args.heads);  // block: chunk of all heads
   const int c = block % NC, h = int(args.first) + block / NC % heads, b = block / NC / heads;
   const Span span = chunk_tokens(shape, c);
-  const bool vectors = args.vectors;
 
   // Start copying part n of the channels, 32 of them: `fetch` of q, k and g, fetch_state of dS.
   const auto fetch = [&](int n) {
     const int channel = n * CHANNELS;
-    fetch_rows<CHUNK, CHANNELS>(s.tokens.q, args.q, b, h, span.start, span.stop, channel, shape.K, vectors);
-    fetch_rows<CHUNK, CHANNELS>(s.tokens.k, args.k, b, h, span.start, span.stop, channel, shape.K, vectors);
-    fetch_rows<CHUNK, CHANNELS>(s.tokens.g, args.g, b, h, span.start, span.stop, channel, shape.K, vectors);
+    fetch_rows<CHUNK, CHANNELS>(s.tokens.q, args.q, b, h, span.start, span.stop, channel, shape.K);
+    fetch_rows<CHUNK, CHANNELS>(s.tokens.k, args.k, b, h, span.start, span.stop, channel, shape.K);
+    fetch_rows<CHUNK, CHANNELS>(s.tokens.g, args.g, b, h, span.start, span.stop, channel, shape.K);
   };
   const int tiles = int((shape.V + TILE - 1) / TILE), first_tile = v_tile * (BV / TILE);  // of 64 columns
   const Stored* chunk_states = static_cast<const Stored*>(args.chunk_states) +
@@ -200,7 +198,7 @@ __global__ void __launch_bounds__(
     if (n + 1 < channel_parts) {
       fetch(n + 1);
     } else {  // over q, k and g
-      fetch_rows<CHUNK, BV>(s.do_, args.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
+      fetch_rows<CHUNK, BV>(s.do_, args.do_, b, h, span.start, span.stop, v_tile * BV, shape.V);
     }
     cp_async_commit();
     const Operands<Stored>& from = s.operands;
@@ -285,5 +283,5 @@ __global__ void __launch_bounds__(
       put_pair(s.do_ + (16 * warp + g + 8 * lower) * LD<T, BV> + 8 * x + 2 * t,
                float2{dv[x / 2][x % 2][2 * lower], dv[x / 2][x % 2][2 * lower + 1]});
   __syncthreads();  // dv is in shared memory
-  store_rows<CHUNK, BV>(args.dv, s.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
+  store_rows<CHUNK, BV>(args.dv, s.do_, b, h, span.start, span.stop, v_tile * BV, shape.V);
 }

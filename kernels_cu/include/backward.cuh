@@ -20,34 +20,40 @@ static_assert(CHUNK == 16 * WARPS && TILE == 16 * WARPS, "a warp has 16 tokens o
 template <typename T> constexpr int PAD = sizeof(T) == 2 ? 8 : 4;
 template <typename T, int COLS> constexpr int LD = COLS + PAD<T>;
 
-// Copies a tile [ROWS, COLS] of (batch, head) to s in shared memory, from row (token) first_row and column `column` of
-// x on; zeros from row `stop` and column `width` of x on. DISTANCE: of the tile's rows. vectors: rows start on 16 bytes
-// and are multiples of them, and are copied in the background (cp_async): the caller waits for the copies. All threads
-// of the block call this, and synchronise before they read s.
-constexpr bool WHOLE_PIECES = true;  // of `vectors`
+// Starts to copy a tile [ROWS, COLS] of (batch, head) to s in shared memory, from row (token) first_row and column
+// `column` of x on; zeros from row `stop` and column `width` of x on. DISTANCE: of the tile's rows. Rows of x start on
+// 16 bytes and are multiples of them (the host copies others). All threads of the block call this; they wait for their
+// copies, and synchronise before they read s.
 template <int ROWS, int COLS, typename T, int DISTANCE = LD<T, COLS>>
 __device__ __forceinline__ void fetch_rows(T* s, const StridedRows<const T>& x, i64 batch, i64 head, i64 first_row,
-                                           i64 stop, i64 column, i64 width, bool vectors) {
+                                           i64 stop, i64 column, i64 width) {
+  constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS / ACROSS;
+  static_assert(THREADS % ACROSS == 0 && ROWS % DOWN == 0 && DISTANCE * sizeof(T) % 16 == 0, "whole rounds of pieces");
   const int rows = stop - first_row < ROWS ? int(stop - first_row) : ROWS;
   const int columns = width - column < COLS ? int(width - column) : COLS;
-  if (vectors) {
-    constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS / ACROSS;
-    static_assert(THREADS % ACROSS == 0 && ROWS % DOWN == 0 && DISTANCE * sizeof(T) % 16 == 0,
-                  "whole rounds of pieces");
-    const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
-    const bool exists = rows > 0 && col < columns;
-    const T* from = x.row(batch, head, exists ? first_row + row : 0) + (exists ? column + col : 0);
+  const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
+  const bool exists = rows > 0 && col < columns;
+  const T* from = x.row(batch, head, exists ? first_row + row : 0) + (exists ? column + col : 0);
 #pragma unroll
-    for (int n = 0; n < ROWS / DOWN; ++n, from += DOWN * x.token_stride)  // reads nothing if not valid
-      cp_async<16>(s + (row + n * DOWN) * DISTANCE + col, from, exists && row + n * DOWN < rows);
-  } else {
-#pragma unroll 1
-    for (int index = threadIdx.x; index < ROWS * COLS; index += THREADS) {
-      const int row = index / COLS, col = index % COLS;
-      const bool inside = row < rows && col < columns;
-      s[row * DISTANCE + col] = inside ? x.row(batch, head, first_row + row)[column + col] : from_float<T>(0.f);
-    }
-  }
+  for (int n = 0; n < ROWS / DOWN; ++n, from += DOWN * x.token_stride)  // reads nothing if not valid
+    cp_async<16>(s + (row + n * DOWN) * DISTANCE + col, from, exists && row + n * DOWN < rows);
+}
+
+// Stores the rows and columns of a tile that are inside the array; arguments as in fetch_rows.
+template <int ROWS, int COLS, typename T>
+__device__ __forceinline__ void store_rows(const StridedRows<T>& x, const T* s, i64 batch, i64 head, i64 first_row,
+                                           i64 stop, i64 column, i64 width) {
+  constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS / ACROSS;
+  static_assert(THREADS % ACROSS == 0 && ROWS % DOWN == 0 && LD<T, COLS> * sizeof(T) % 16 == 0,
+                "whole rounds of pieces");
+  const int rows = stop - first_row < ROWS ? int(stop - first_row) : ROWS;
+  const int columns = width - column < COLS ? int(width - column) : COLS;
+  const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
+  T* to = x.row(batch, head, first_row + row) + column + col;
+#pragma unroll
+  for (int n = 0; n < ROWS / DOWN; ++n, to += DOWN * x.token_stride)
+    if (row + n * DOWN < rows && col < columns)
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(s + (row + n * DOWN) * LD<T, COLS> + col);
 }
 
 // The factor of scores that are stored for products with keys and queries: these cut both operands off.
@@ -61,31 +67,6 @@ constexpr float NEAR_SCALE = 4194304.f;  // 2^22
 constexpr int ROW_MULTIPLE = 8;
 __device__ __forceinline__ i64 padded_width(i64 width) {
   return (width + ROW_MULTIPLE - 1) / ROW_MULTIPLE * ROW_MULTIPLE;
-}
-
-// Stores the rows and columns of a tile that are inside the array; arguments as in fetch_rows.
-template <int ROWS, int COLS, typename T>
-__device__ __forceinline__ void store_rows(const StridedRows<T>& x, const T* s, i64 batch, i64 head, i64 first_row,
-                                           i64 stop, i64 column, i64 width, bool vectors) {
-  const int rows = stop - first_row < ROWS ? int(stop - first_row) : ROWS;
-  const int columns = width - column < COLS ? int(width - column) : COLS;
-  if (vectors) {
-    constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS / ACROSS;
-    static_assert(THREADS % ACROSS == 0 && ROWS % DOWN == 0 && LD<T, COLS> * sizeof(T) % 16 == 0,
-                  "whole rounds of pieces");
-    const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
-    T* to = x.row(batch, head, first_row + row) + column + col;
-#pragma unroll
-    for (int n = 0; n < ROWS / DOWN; ++n, to += DOWN * x.token_stride)
-      if (row + n * DOWN < rows && col < columns)
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(s + (row + n * DOWN) * LD<T, COLS> + col);
-  } else {
-#pragma unroll 1
-    for (int index = threadIdx.x; index < ROWS * COLS; index += THREADS) {
-      const int row = index / COLS, col = index % COLS;
-      if (row < rows && col < columns) x.row(batch, head, first_row + row)[column + col] = s[row * LD<T, COLS> + col];
-    }
-  }
 }
 
 // ---- states in memory -------------------------------------------------------------------------------------------

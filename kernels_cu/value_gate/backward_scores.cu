@@ -35,8 +35,7 @@
 // From backward.cuh and gated/backward_scores.cuh
 //   ChunkScores         a warp's blocks of 16 x 16 scores and their places: half_row, half_column and quarter
 //   ChannelTokens       a tile [channel, token]; CHANNELS = 32. put_operands: stores the operands of scores there
-//   fetch_rows, store_rows  copy rows of an array to a tile of shared memory, and back. WHOLE_PIECES: in pieces of 16
-//                       bytes, as rows of `width` allow, the padded K
+//   fetch_rows, store_rows  copy rows of an array to a tile of shared memory, and back
 //   CHUNK = 64 and SUB_CHUNK = 8 tokens; NUM_SUBCHUNKS = 8; THREADS = 128, WARPS = 4
 // From others
 //   score_of_pair       gives lane n the score of the pair of tokens pair_of(n)
@@ -53,7 +52,6 @@ template <typename T, typename G, typename Stored> struct Args {
   Shape shape;
   i64 first, heads;  // this launch computes heads first ... first + heads - 1
   double scale;
-  i64 vectors;  // whether all rows start on 16 bytes and are multiples of 16 bytes
 };
 
 template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
@@ -89,14 +87,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   const int chunk_of_row = blockIdx.x % NC, head = blockIdx.x / NC % heads, b = blockIdx.x / NC / heads;
   const i64 h = args.first + head, chunk = blockIdx.x, width = padded_width(shape.K);
   const Span span = chunk_tokens(shape, chunk_of_row);
-  const bool vectors = args.vectors;
 
   // Starts to copy the n-th 32 channels.
   const auto fetch = [&](int n) {
     const i64 channel = n * CHANNELS, start = span.start, stop = span.stop;
-    fetch_rows<CHUNK, CHANNELS>(s.q, args.q, b, h, start, stop, channel, shape.K, vectors);
-    fetch_rows<CHUNK, CHANNELS>(s.k, args.k, b, h, start, stop, channel, shape.K, vectors);
-    fetch_rows<CHUNK, CHANNELS>(s.g, args.g, b, h, start, stop, channel, shape.K, vectors);
+    fetch_rows<CHUNK, CHANNELS>(s.q, args.q, b, h, start, stop, channel, shape.K);
+    fetch_rows<CHUNK, CHANNELS>(s.k, args.k, b, h, start, stop, channel, shape.K);
+    fetch_rows<CHUNK, CHANNELS>(s.g, args.g, b, h, start, stop, channel, shape.K);
   };
   // Stores x, the lane's two tokens of sub-chunk m, in a tile [token, channel].
   const auto put_tokens = [&](Stored* tile, int m, float2 x) {
@@ -151,9 +148,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     __syncthreads();  // operands, starts and ends are stored; the tokens have been read
     if (n + 1 < channel_parts) fetch(n + 1);
     cp_async_commit();
-    store_rows<CHUNK, CHANNELS>(args.starts, s.starts, b, head, span.start, span.stop, n * CHANNELS, width,
-                                WHOLE_PIECES);
-    store_rows<CHUNK, CHANNELS>(args.ends, s.ends, b, head, span.start, span.stop, n * CHANNELS, width, WHOLE_PIECES);
+    store_rows<CHUNK, CHANNELS>(args.starts, s.starts, b, head, span.start, span.stop, n * CHANNELS, width);
+    store_rows<CHUNK, CHANNELS>(args.ends, s.ends, b, head, span.start, span.stop, n * CHANNELS, width);
     // Adds the products of 16 channels of s.queries, s.keys and the borders' tiles to the warp's scores.
 #pragma unroll 1
     for (int channel = 0; channel < CHANNELS; channel += 16) scores.add<M>(s, channel);

@@ -24,10 +24,10 @@
 // product is D[16, 8] += A[16, 16] B[16, 8]: LeftData and RightData are a lane's part of A and B; load_left, and
 // load_right (two B side by side) read them from tiles, AS_STORED or TRANSPOSED. CHUNK = 64 tokens; TILE = 64 channels
 // or columns. LD<Stored, TILE>: the distance of a tile's rows in shared memory. fetch_rows (backward.cuh) starts copies
-// of rows; WHOLE_PIECES: in pieces of 16 bytes, as all rows are padded. state_tile_index: the place of a tile
-// of 64 x 64 in chunk_states, where store_in_tiles stores the warp's part of S; each_number: calls a function with the
-// lane's numbers of S that exist, and their places in a state [K, V]. tokens_at(x, ..., first): rows of an array, read
-// number by number; its at(i, c, width): of token i and channel first + c, or 0 from c = width on.
+// of rows. state_tile_index: the place of a tile of 64 x 64 in chunk_states, where store_in_tiles stores the warp's
+// part of S; each_number: calls a function with the lane's numbers of S that exist, and their places in a state [K, V].
+// tokens_at(x, ..., first): rows of an array, read number by number; its at(i, c, width): of token i and channel first
+// + c, or 0 from c = width on.
 #include "backward.cuh"
 #include "value_gate/by_token.cuh"
 
@@ -125,10 +125,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       Stage<Stored>& in = s.stages[step % STAGES];
       const i64 token = span.start + STEP * (backwards ? steps - 1 - step : step), stop = span.stop;
       const i64 width[2] = {padded_width(K), padded_width(V)};
-      fetch_rows<STEP, TILE>(in.x, backwards ? args.q : args.k, batch, head, token, stop, k_tile * TILE, width[0],
-                             WHOLE_PIECES);
-      fetch_rows<STEP, TILE>(in.y, backwards ? args.do_ : args.v, batch, head, token, stop, v_tile * TILE, width[1],
-                             WHOLE_PIECES);
+      fetch_rows<STEP, TILE>(in.x, backwards ? args.q : args.k, batch, head, token, stop, k_tile * TILE, width[0]);
+      fetch_rows<STEP, TILE>(in.y, backwards ? args.do_ : args.v, batch, head, token, stop, v_tile * TILE, width[1]);
       if (step % STEPS == STEPS - 1 && threadIdx.x < 2 * TILE / 4) {
         const int side = threadIdx.x / (TILE / 4), index = threadIdx.x % (TILE / 4) * 4;
         const i64 first = (side ? v_tile : k_tile) * TILE + index,

@@ -131,8 +131,8 @@ def launch_portable(draft, backward, cut):
     states, (channels, values) = cut.summary, cut.kernels
     shape = draft.shape(problem, problem.spans.segments(P, states.CHUNK) if P > 1 else None, states.CHUNK)
     u, initial, dht = draft.bonus(problem), draft.initial(problem), backward.dht
-    vectors = aligned16(*read.values(), *backward.gradients)
-    common = {"shape": shape, "scale": problem.scale, "vectors": vectors}
+    assert not shape.all_chunks or aligned16(*read.values(), *backward.gradients)  # others are copied: `backward_cut`
+    common = {"shape": shape, "scale": problem.scale}
     partial_du = None if u is None else draft.empty((B * shape.NC, H, K), FLOAT32)
     blocks = P * N * states.blocks(K, V)  # per head
 

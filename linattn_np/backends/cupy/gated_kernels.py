@@ -23,7 +23,7 @@ from .kernel import GatedKernel, HopperKernel, Kernel, ReadOrderKernel, TiledKer
 from .plan import FLOAT32
 
 # Arguments besides those of the call (q, k, v, o, ...). An array is [N, ...] of N sequences, or segments:
-#     bytes, vectors       how many bytes a copy may move at once; whether these are 16
+#     bytes                how many bytes a copy may move at once
 #     first, heads         the first head of a launch, and how many it has
 #     u, scale             RWKV-6's bonus; the factor of o
 #     initial, final       states; dht, dh0: gradients of the final and of the initial state. None: zero, or not wanted
@@ -196,7 +196,7 @@ class GatedBackwardStates(GatedBackward):
     file = "gated/backward_states"
     arguments = members(
         "strided q k v do_ g, pointers? initial dht chunk_states dh0 states decays, shape, int64s first heads, "
-        "float64s scale, int64s vectors P"
+        "float64s scale, int64s P"
     )
     shared_memory = ("Shared<{dtype}, {gate}, {BV}>",)
     constants = (
@@ -231,7 +231,7 @@ class GatedBackwardChannels(GatedBackward):
     file = "gated/backward_channels"
     arguments = members(
         "strided q k v do_ g dq dk dg, pointers? u chunk_states partial_du, shape, int64s first heads, float64s scale, "
-        "int64s vectors, pointers? scores diagonal decays row_growth column_growth, strided? given_v given_do gv"
+        "pointers? scores diagonal decays row_growth column_growth, strided? given_v given_do gv"
     )
     shared_memory = ("Shared<{dtype}, {gate}, {products}, {columns}>",)
     columns: str = "Ungated"
@@ -242,8 +242,7 @@ class GatedBackwardValues(GatedBackward):
 
     file = "gated/backward_values"
     arguments = members(
-        "strided q k do_ g dv, pointers? u, pointers chunk_states, shape, int64s first heads, float64s scale, "
-        "int64s vectors"
+        "strided q k do_ g dv, pointers? u, pointers chunk_states, shape, int64s first heads, float64s scale"
     )
     shared_memory = ("Shared<{dtype}, {gate}, {products}, {BV}>",)
     BV: int

@@ -39,9 +39,9 @@ from .segments import PORTABLE, SHORT, BackwardCut
 # struct Args, which the compiler checks, with `?` if they may be null.
 #
 # Arguments: scale: the factor of o; channel: the first channel of a launch; sums: o of the channels of earlier
-# launches; segments, computed: of a sequence: all, and how many of them a launch computes; vectors: whether all rows
-# are whole 16 bytes; channel_decays, column_decays: products of decays of K's channels and V's columns over a chunk
-# (of a segment: sums of gates); channel_growth, column_growth: the largest sums of their positive log gates
+# launches; segments, computed: of a sequence: all, and how many of them a launch computes; channel_decays,
+# column_decays: products of decays of K's channels and V's columns over a chunk (of a segment: sums of gates);
+# channel_growth, column_growth: the largest sums of their positive log gates
 
 
 class ValueGateForward(ForwardInChunks):
@@ -85,8 +85,7 @@ class ValueGateBackwardScores(Kernel):
 
     file = "value_gate/backward_scores"
     arguments = members(
-        "strided q k g starts ends, pointers scores diagonal decays growth, shape, int64s first heads, float64s scale, "
-        "int64s vectors"
+        "strided q k g starts ends, pointers scores diagonal decays growth, shape, int64s first heads, float64s scale"
     )
     shared_memory = ("Shared<{dtype}, {gate}, {products}>",)
     threads = 128
@@ -278,7 +277,8 @@ class ValueGateSide:
         self.growth = draft.empty(chunks, FLOAT32)
         self.kernel = replace(kernel, columns="GatedTurned" if transposed else "Gated")
         rows = [x for x in (*read.values(), *self.written.values()) if x is not None]
-        self.common = {"shape": self.shape, "scale": problem.scale, "vectors": aligned16(*rows)}
+        assert not self.shape.all_chunks or aligned16(*rows)  # `plan_vjp` has others copied
+        self.common = {"shape": self.shape, "scale": problem.scale}
 
     def launch_scores(self, blocks, **group):
         """Launches this side's kernel of scores; `group`: the first head and the number of heads."""
