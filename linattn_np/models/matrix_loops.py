@@ -40,6 +40,7 @@ CODES = {"bfloat16": 0, "int8": 1, "int4": 2, "float32": 3}
 INT4, FLOAT32 = CODES["int4"], CODES["float32"]
 BYTES_BY_CODE = (2 * TILE, TILE, TILE // 2, 0)  # of a tile's column; float32 has no tiles
 BYTES = dict(zip(CODES, BYTES_BY_CODE[:-1]))  # {format in tiles: the same}
+assert (TILE, LANES, BLOCK) == (64, 16, 32)  # `widened` shifts int4's words by 15, 7, -1 and -9 bits for four vectors
 # While column k is read, column k + PREFETCHED is prefetched. In bfloat16 the processor does this by itself; in fewer
 # bits its own prefetches come too late.
 PREFETCHED = {"int8": 48, "int4": 96}
@@ -65,7 +66,7 @@ START = 18  # the first ticket of the products
 THREADS = 19  # the number of threads that may look at the board
 COMPUTE = 20  # the address of `compute`: a loop that called it by its name would compile it again
 PRODUCTS, COUNT = 21, 22  # the address of the products' descriptions, and how many there are
-BOARD = 23  # numbers of a board
+BOARD = COUNT + 1  # numbers of a board
 
 # The description of a product is an int64 array, too. `multiply_at` sets the first nine numbers, `multiply` the others.
 FORMAT = 0  # one of CODES
@@ -80,7 +81,7 @@ INPUTS, STARTS = 12, 13  # the addresses of the lists, see `list_inputs`
 TOTALS = 14  # for int4 the address of the sums of x over each block, see `add_totals`
 TILE_ROWS = 15  # rows of W in a part: TILE, or in float32 maybe less
 TILES, PARTS = 16, 17  # parts of one matrix, for one CHUNK of tokens; of the whole product
-PRODUCT = 18  # numbers of a description
+PRODUCT = PARTS + 1  # numbers of a description
 
 LOOKS = 200  # a thread yields its core to other threads after this many looks at a board without a part for it
 
@@ -199,7 +200,7 @@ def prefetch(builder, base, format):
         builder.call(function, [address, read, all_levels, data])
 
 
-# The loops that add up a tile's products: (tokens at a time, whether only listed columns are read).
+# The loops that add up a tile's products: (tokens at a time, whether only listed columns are read), in this order.
 TILE_LOOPS = ((1, False), (1, True), (TOKENS_AT_ONCE, False))
 ALL, LISTED, ALL_OF_SEVERAL = range(len(TILE_LOOPS))
 

@@ -109,6 +109,7 @@ def struct_words(values, member):
         inner = words_of(member.inner, value)
         used = sum(MAP_WORDS if isinstance(word, TensorMap) else 1 for word in inner)
         words += [*inner, *[0] * (size - used)]
+    assert len(values) * size == member.words, f"{member.name}: {len(values)} structs"
     return words
 
 
