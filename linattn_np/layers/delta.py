@@ -220,9 +220,12 @@ class DeltaLayer(Layer):
         for name, size, heads in (("q_proj.weight", HK, self.heads), ("v_proj.weight", HV, self.v_heads)):
             if not size or size % heads:
                 self.refuse(f"{name} is {given[name].shape}, with {size} channels for {heads} heads to share")
-        convolutions = [name for name in CONVOLVED if f"{name}.weight" in given]
+        convolutions, biases = ([x for x in CONVOLVED if f"{x}.{part}" in given] for part in ("weight", "bias"))
         if 0 < len(convolutions) < len(CONVOLVED):
             self.refuse(f"{', '.join(convolutions)} without the others, expected all of {', '.join(CONVOLVED)} or none")
+        if biases not in ([], convolutions):
+            names = ", ".join(f"{name}.bias" for name in biases)
+            self.refuse(f"{names} without the others, expected a bias for each convolution or none")
         window = given[f"{CONVOLVED[0]}.weight"].shape[-1] if convolutions else 1
         ranks = {name: given[name].shape[0] for name in self.low_rank if name in given}
         return self.shapes(D, self.heads, self.v_heads, HK // self.heads, HV // self.v_heads, window, ranks)
