@@ -71,12 +71,11 @@
 // From backward_schedules.cuh
 //   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; ChunkPlaces: with InTurn, where the chunks lie
 //                       that are copied; wait_for: waits for an iteration's phase of its stage's barrier
-// From states.cuh and backward_tokens.cuh
+// From states.cuh
 //   FloatTile           a tile in float32; start_state_read, start_state_write start products that read S or add to it
 //   StateOperand        decayed keys as start_state_write takes them, set by put(n, h, two tokens)
 //   state_values        keys, rounded as they are in a product with a state; sum_tokens_by_shuffles: sums over tokens
-//   pair_products       a block of dA without `scale`; checkpoint_at: where a stored state is, first_checkpoint: a
-//                       segment's first
+//   checkpoint_at       where a stored state is; first_checkpoint: a segment's first
 // From query_share.cuh
 //   IN_UNITS<G>         G is bfloat16; units_for chooses units by the magnitudes that add_sizes adds up;
 //                       store_query_share stores shares, sum_with_unit puts the exponent into a sum's lowest bits
@@ -205,6 +204,32 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
 
 // ---- three warps that make dA ---------------------------------------------------------------------------------------
 
+// The first query and the first key of each of the three 16 x 16 blocks, of 32 x 32 pairs, that have keys up to their
+// queries.
+__device__ __forceinline__ int queries_of(int block) { return block ? 16 : 0; }
+__device__ __forceinline__ int keys_of(int block) { return block == 2 ? 16 : 0; }
+
+// d = block `block` of a b^T [queries, keys], summed over all columns of the panels: d[n] is [16 queries, 8 keys], keys
+// 8n on. a, b: the tiles of a chunk's queries and keys, or of what takes their place (do and v).
+template <typename T, int PANELS>
+__device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][CHUNK][64], T (&b)[PANELS][CHUNK][64],
+                                              int block, int lane) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) d[i / 4][i % 4] = 0.f;
+  const int query = swizzled_offset(queries_of(block) + (lane & 15), lane >> 4);
+  const int key = swizzled_offset(keys_of(block) + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+#pragma unroll
+  for (int panel = 0; panel < PANELS; ++panel)
+#pragma unroll
+    for (int flip = 0; flip < 128; flip += 32) {  // 16 channels
+      u32 x[4], y[4];
+      ldmatrix_x4(x, at_byte_offset(a[panel], query ^ flip));
+      ldmatrix_x4(y, at_byte_offset(b[panel], key ^ flip));
+      mma_m16n8k16(d[0], x, {y[0], y[1]}, T{});
+      mma_m16n8k16(d[1], x, {y[2], y[3]}, T{});
+    }
+}
+
 // Makes dA and float_do for the chunks of a segment of `tokens` tokens. chunks_before: how many chunks of other
 // segments this block has computed before; block: the warp's number, 0 to 2, which is also its 16 x 16 block of dA.
 template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
@@ -224,7 +249,6 @@ __device__ __forceinline__ void make_dA(Shared<T, G, BK, BV, Schedule>& s, int t
     pair_products(products, in.do_, in.v, block, lane);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // queries_of, keys_of: the block's first query and key.
       const int query = queries_of(block) + (lane >> 2) + 8 * half, key = keys_of(block) + 2 * (lane & 3);
       const QueryRow<ReadOrder> row(in.dA, query, key, scale);
 #pragma unroll

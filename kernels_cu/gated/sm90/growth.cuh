@@ -29,11 +29,10 @@
 //     sum_with_unit puts it. power_of_two(exponent)
 //   query_share_value(x, sum, grew): a stored number x of a share; sum: the channel's query sum; grew: whether it is
 //     stored as for a chunk that grows
-//   share_sums<N>(x): sums each of N values over the lanes with the same t
 // S[4n + 2h + p]: channel h of the lane's two, column 8n + 2t + p, t = lane % 4. All lanes of a warp call functions
 // with shuffles or votes together
 #include "gated/sm90/query_share.cuh"
-#include "backward_tokens.cuh"
+#include "lanes.cuh"
 
 // GROWTH_LIMIT: the largest sum, in nats, of a channel's gates above 0 over a chunk for which products are used: at
 // most e^(LEAST_GATE + GROWTH_LIMIT) of a token then outlasts a gate of -inf, e^-10 (float16: e^-12). If every gate is
@@ -86,6 +85,8 @@ __device__ __forceinline__ int first_channel_of_lane() {
   return thread / 32 * 16 + (thread >> 2 & 7);
 }
 __device__ __forceinline__ int lane_of_channel() { return opaque(threadIdx.x) & 3; }
+// The sum over the four lanes of a channel.
+__device__ __forceinline__ float channel_sum(float x) { return sum_over_lanes<4>(x); }
 
 // The element of channel or column `column` of token `row` in a tile.
 template <typename X> __device__ __forceinline__ X& value_at(X (*tile)[CHUNK][PANEL<X>], int row, int column) {
@@ -314,6 +315,14 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
     store_tokens(in.q, dq, channel);
     store_tokens(in.g, query_share, channel);
   }
+}
+
+// sum_and_share (lanes.cuh) over the eight lanes with the same lane % 4: lane g = lane / 4 gets COUNT / 8 of the sums,
+// from number g COUNT / 8 on, as its x[0], x[1] ... In each step two lanes that are LANES apart keep one half each;
+// `opaque`: which half is computed again, not held in a register.
+template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void share_sums(float (&x)[N]) {
+  exchange_and_add_halves<COUNT / 2>(x, LANES, opaque(threadIdx.x) & LANES);
+  if constexpr (LANES > 4) share_sums<COUNT / 2, LANES / 2>(x);
 }
 
 // Stores in `parts` [BV] what a warp's 16 channels contribute to dv of token `row`: the sum over them of key dS +
