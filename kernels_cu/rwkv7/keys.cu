@@ -8,7 +8,7 @@
 //           Each of w, key, mixed_v, a and b may be an array that is read, but for first_v: a lane loads all numbers of
 //           a channel before it stores one there. The first layer's v stays as it is. In prompts the bases of v are
 //           -inf there, and v is stored in first_v, which the other layers read; in training value_logits, first_v and
-//           mixed_v are null there, and bases [2, H, N]
+//           mixed_v are null there, and bases [2, H, N], behind which other numbers are read and not used
 // grid      rwkv7/cuda_grad.py and rwkv7/cuda_prefill.py launch 64 / WIDTH lanes a (token, head), a lane GROUPS groups
 //           of WIDTH neighbouring channels; 128 threads. If the grid does not have all tokens, blocks go on with later
 //           ones (LaneOfHead)

@@ -79,6 +79,7 @@ class WeightCopies:
         of_last_block = [weights.get(prefixes[-1] + name) for name in names]
         shapes = [array.shape[:: -1 if transposed else 1] for array in of_last_block if array is not None]
         most_rows, *columns = max(shapes)  # of a vector the only axis is called rows, too
+        assert all(shape[1:] == tuple(columns) for shape in shapes)
         if min(shapes) != max(shapes):
             most_rows = ceil_div(most_rows, row_multiple) * row_multiple
 

@@ -99,7 +99,7 @@ def time_mix(multiply, board, matrices, vectors, eps, x, shift, wkv, slots):
     mixed_x, xx, d = shift_mix(x, vectors[FIRST.ln1 : END.ln1], eps[0], vectors[FIRST.maa_x : END.maa_x], shift, slots)
     low = product(multiply, board, matrices[INDEX.maa_down], mixed_x)
     mixed = product(multiply, board, matrices[INDEX.maa_up], tanh_of_parts(low[0], 5))
-    data_mix(mixed, vectors[FIRST.maa : END.maa], xx, d)
+    data_mix(mixed, vectors[FIRST.maa : END.maa], xx, d)  # w k v r g
     y = products(multiply, board, (matrices[INDEX.kvrg], matrices[INDEX.decay_down]), (mixed[1:], mixed[:1]))
     kvrg, low = y[0], y[1]
     tanh_in_place(low[0])

@@ -137,13 +137,13 @@ def time_mix(multiply, board, matrices, vectors, eps, layer, first_v, x, shift, 
         matrices[INDEX.gate_down],
         matrices[INDEX.value_down],
     )
-    inputs = mixed[3:], mixed[:1], mixed[1:2], mixed[2:3], mixed[4:5]
+    inputs = mixed[3:], mixed[:1], mixed[1:2], mixed[2:3], mixed[4:5]  # of w a g k v r: k v r, w, a, g, v, as `down`
     low = products(multiply, board, down, inputs)
     k, v, r = low[0][0], low[0][1], low[0][2]
     tanh_in_place(low[1][0])  # the decay's
     sigmoid_in_place(low[3][0])  # the gate's
     up = matrices[INDEX.decay_up], matrices[INDEX.icl_up], matrices[INDEX.gate_up], matrices[INDEX.value_up]
-    y = products(multiply, board, up, (low[1], low[2], low[3], low[4]))
+    y = products(multiply, board, up, (low[1], low[2], low[3], low[4]))  # in the order of `down`, without kvr
     w, icl, gate, value_logits = y[0][0], y[1][0], y[2][0], y[3][0]
     biased_sigmoid(w, vectors[FIRST.decay], -DECAY)
     biased_sigmoid(icl, vectors[FIRST.icl], 1.0)
