@@ -11,8 +11,8 @@ from .problem import Problem
 # Names of arguments, by what a key has of them. Of an argument that is named nowhere the key has the exact value; if
 # its type has none (`exact_key`), the call has no key, and is checked every time.
 ARRAYS = ("initial_state", "state", "pending", "accepted", "out", "mask")  # arrays: their signatures
-INTEGERS = ("cu_seqlens", "cu_seqlens_k", "window", "slots")  # integers: on the host their values, else the signature
-DECAYS = ("gamma",)  # real numbers on the host: their values
+# {name: kinds of dtypes}: numbers on the host of these kinds: their values, else the signature
+NUMBERS = dict.fromkeys(("cu_seqlens", "cu_seqlens_k", "window", "slots"), "iu") | {"gamma": "iuf"}
 EXACT = frozenset({int, type})  # hashable types whose equal values are interchangeable
 SCALARS = frozenset(np.sctypeDict.values())  # NumPy's scalar types, without a caller's subclasses
 # By the key of a call: the memo of all calls with this key, a dictionary. "problem" is the checked call without arrays;
@@ -53,10 +53,8 @@ def call_key(op, inputs, arguments):
             continue
         if name in ARRAYS:
             part = signature(x, addresses)
-        elif name in INTEGERS:
-            part = contents(x, "iu") or signature(x, addresses)
-        elif name in DECAYS and argument_type is not float:
-            part = contents(x, "iuf")
+        elif name in NUMBERS:
+            part = contents(x, NUMBERS[name]) or signature(x, addresses)
         else:
             part = exact_key(x)
         if part is None:

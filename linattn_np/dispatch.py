@@ -47,18 +47,12 @@ def reasons_against(problem: Problem) -> dict[str, str | None]:
     return {name: backend_module(name).why_not(problem) for name in ORDER}
 
 
-def candidates(problem: Problem, backend: str) -> tuple[str, ...]:
-    """The backends that may compute a call, in the order in which they are tried: all for "auto", else the given
-    one."""
-    if isinstance(backend, str) and backend == "auto":
-        return ORDER
-    return (problem.op.one_of("backend", backend, ("auto", *ORDER)),)
-
-
 def choose(problem: Problem, backend: str = "auto") -> str:
-    """The name of the first backend that can compute a problem; NotSupported, with every reason, if none can."""
+    """The name of the backend that computes a problem: for "auto" the first that can, else the given one; NotSupported,
+    with every reason, if none can."""
+    problem.op.one_of("backend", backend, ("auto", *ORDER))
     reasons, inner_problem = {}, inner_call_layout(problem)
-    for name in candidates(problem, backend):  # a backend that is not needed is not even imported
+    for name in ORDER if backend == "auto" else (backend,):  # a backend that is not needed is not even imported
         reasons[name] = backend_module(name).why_not(inner_problem)
         if reasons[name] is None:
             return name
