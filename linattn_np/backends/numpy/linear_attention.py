@@ -20,16 +20,6 @@ FEATURES = {  # {a feature map: (phi, its derivative)}
 }
 
 
-def feature(x, name):
-    """phi(x)."""
-    return FEATURES[name][0](x)
-
-
-def feature_vjp(x, name, dphi):
-    """dx from dphi."""
-    return dphi * FEATURES[name][1](x)
-
-
 def divide(numerator, z):
     """numerator / z over the last axis, with 0 / 0 = 0."""
     z = z[..., None]
@@ -48,8 +38,8 @@ def step(problem, state, q, k, v):
 
     normalised, z_t = z_{t-1} + phi(k_t),   o_t = phi(q_t)^T S_t / phi(q_t)^T z_t.
     """
-    phi = problem.options["feature_map"]
-    q, k = feature(q, phi), feature(k, phi)
+    phi, _ = FEATURES[problem.options["feature_map"]]
+    q, k = phi(q), phi(k)
     S = state[0] + outer(k, v)
     if not problem.options["normalize"]:
         return (S,), problem.scale * read(q, S)
@@ -59,8 +49,8 @@ def step(problem, state, q, k, v):
 
 def step_vjp(problem, state, q, k, v, dstate, do):
     """The gradients of `step`: (those of the state before it, that of each array)."""
-    phi = problem.options["feature_map"]
-    phi_q, phi_k = feature(q, phi), feature(k, phi)
+    phi, slope = FEATURES[problem.options["feature_map"]]
+    phi_q, phi_k = phi(q), phi(k)
     S = state[0] + outer(phi_k, v)
     if problem.options["normalize"]:
         z = state[1] + phi_k
@@ -74,7 +64,7 @@ def step_vjp(problem, state, q, k, v, dstate, do):
     dstate = (dS,)
     if problem.options["normalize"]:
         dphi_q, dphi_k, dstate = dphi_q + ddenominator[..., None] * z, dphi_k + dz, (dS, dz)
-    return dstate, feature_vjp(q, phi, dphi_q), feature_vjp(k, phi, dphi_k), dv
+    return dstate, dphi_q * slope(q), dphi_k * slope(k), dv
 
 
 class LinearAttention(Member):
@@ -82,7 +72,7 @@ class LinearAttention(Member):
     the state is [S | z]. Methods: see `Member`."""
 
     def __init__(self, problem):
-        phi, dtype = problem.options["feature_map"], problem.compute_dtype
+        (phi, _), dtype = FEATURES[problem.options["feature_map"]], problem.compute_dtype
         self.normalize = problem.options["normalize"]
         v = problem["v"]
         if self.normalize:
@@ -90,8 +80,8 @@ class LinearAttention(Member):
         g = np.broadcast_to(dtype.type(0), (*problem.shape("B H T"), 1))
         super().__init__(
             problem,
-            feature(problem["q"].astype(dtype), phi),
-            feature(problem["k"].astype(dtype), phi),
+            phi(problem["q"].astype(dtype)),
+            phi(problem["k"].astype(dtype)),
             v,
             g,
             scale=1.0 if self.normalize else problem.scale,
@@ -120,9 +110,9 @@ class LinearAttention(Member):
         return np.concatenate([dnumerator, dz[..., None]], axis=-1)
 
     def gradients(self, dq, dk, dv, dg, du):
-        phi, dtype = self.problem.options["feature_map"], self.problem.compute_dtype
+        (_, slope), dtype = FEATURES[self.problem.options["feature_map"]], self.problem.compute_dtype
         q, k = self.problem["q"].astype(dtype), self.problem["k"].astype(dtype)
-        return [feature_vjp(q, phi, dq), feature_vjp(k, phi, dk), dv[..., : self.problem.sizes["V"]]]
+        return [dq * slope(q), dk * slope(k), dv[..., : self.problem.sizes["V"]]]
 
 
 class RunningMaximum(LinearAttention):
