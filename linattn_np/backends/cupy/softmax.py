@@ -386,17 +386,18 @@ class SoftmaxLaunches:
         scores, ds, from which another one computes dq. All turns use the same memory for ds."""
         statistics, queries = SoftmaxStatistics(keys.dtype), SoftmaxQueryGradient(keys.dtype, keys.D)
         table = self.draft.table(softmax_tiles.longest_first(self.tiles_of(statistics)))
-        self.launch_blocks(statistics, table.shape[0], query_arrays | {"works": table})
+        read = {name: query_arrays[name] for name in ("o", "do_", "lse", "dlse", "statistics")}
+        self.launch_blocks(statistics, table.shape[0], read | {"works": table})
         group, query_tiles = self.numbers["group"], self.tiles_of(queries)
         entries = softmax_tiles.ds_entries(key_tiles)
         self.tiles["heads at once"] = per_turn
         ds = self.draft.empty((per_turn * group * entries, DS_KEYS, CHUNK_QUERIES), keys.dtype)
         offsets = self.draft.table(key_tiles[0, :, softmax_tiles.WORK.index("ds_index")])
         for first in range(0, len(key_tiles), per_turn):
-            own = {"ds": ds, "ds_offsets": offsets, "ds_head": first * group, "ds_entries": entries}
+            own = {"ds": ds, "ds_head": first * group, "ds_entries": entries}
             self.launch(keys, key_tiles[first : first + per_turn], key_arrays | own, by_keys=True)
-            query_heads = slice(first * group, (first + per_turn) * group)
-            self.launch(queries, query_tiles[query_heads], query_arrays | own)
+            query_heads, own["ds_offsets"] = slice(first * group, (first + per_turn) * group), offsets
+            self.launch(queries, query_tiles[query_heads], own | {name: query_arrays[name] for name in ("k", "dq")})
 
     def tiles_of(self, kernel, by_keys=False):
         """The table of tiles of queries, or of keys (`by_keys`), for this kernel."""
@@ -424,5 +425,7 @@ class SoftmaxLaunches:
         self.launch_blocks(kernel, blocks, arrays | {"works": self.draft.table(table)})
 
     def launch_blocks(self, kernel, blocks, arrays):
+        names = [member.name for member in kernel.arguments]
+        assert arrays.keys() <= set(names), "a kernel takes every array that it is given"
         arguments = {"ds": None, "ds_head": 0, "ds_entries": 0} | self.numbers | kernel.given(arrays)
-        self.draft.launch(kernel, blocks, **{member.name: arguments[member.name] for member in kernel.arguments})
+        self.draft.launch(kernel, blocks, **{name: arguments[name] for name in names})
