@@ -80,7 +80,7 @@ def test_tiles_of_segments_add_up(hopper, rng, monkeypatch):
 
 
 def test_rows_that_are_not_whole_pieces_are_copied(hopper, rng, monkeypatch):
-    monkeypatch.setattr("linattn_np.backends.cupy.plan.LARGE_BYTES", 0)
+    monkeypatch.setattr("linattn_np.backends.cupy.aligned_copies.LARGE_BYTES", 0)
     call = WideCall("gla", Case(T=40, K=130, V=131, H=1, dtype="bfloat16"), rng)
     assert planned.plan_of(call.problem(hopper), hopper).tiles["tiles"] == 4
     call.assert_close("uneven rows", call.pulled(hopper), call.exact[1])

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from .arithmetic import ceil_div
 from .elementwise_kernels import CopyRows
-from .plan import Copy, Draft, aligned16, are_large, arrays_in, common_bytes, has_rows, is_contiguous
+from .plan import Copy, Draft, aligned16, arrays_in, common_bytes, has_rows, is_contiguous
 
 PADDED_BYTES = 16
+LARGE_BYTES = 1 << 20  # a copy of so many bytes takes much longer than the launch of a kernel
 
 
 # -- calls on padded copies --------------------------------------------------------------------------------------------
@@ -75,7 +76,8 @@ def with_fast_copies(plan):
 
     def add_copies():
         """Adds the collected `pairs` to the draft."""
-        if are_large([source for source, _ in pairs]):
+        sources = [source for source, _ in pairs]
+        if all(x.size for x in sources) and sum(x.nbytes for x in sources) >= LARGE_BYTES:
             copy_rows(draft, pairs, "; ".join(reason for reason in reasons if reason))
         else:
             for pair, reason in zip(pairs, reasons):

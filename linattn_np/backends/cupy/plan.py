@@ -22,7 +22,6 @@ from ...summary import Transition
 from .arithmetic import ceil_div
 
 FLOAT32 = np.dtype(np.float32)
-LARGE_BYTES = 1 << 20  # a copy of so many bytes takes much longer than the launch of a kernel
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -198,11 +197,6 @@ def mappable_either_way(x) -> bool:
     """Whether a tensor map can describe `x` [B, H, T, D], or `x` with its tokens in the opposite order. A kernel that
     gets such a map of reversed tokens does not use it: it copies the rows of `x` itself."""
     return mappable(x) or mappable(x.with_ascending_tokens)
-
-
-def are_large(arrays) -> bool:
-    """Whether no array is empty and a copy of all of them takes much longer than the launch of a kernel."""
-    return all(x.size for x in arrays) and sum(x.nbytes for x in arrays) >= LARGE_BYTES
 
 
 # -- the steps of a plan, and the arguments of kernels -----------------------------------------------------------------

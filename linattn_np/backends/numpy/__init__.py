@@ -73,7 +73,8 @@ def computation(problem, o):
     arithmetic, vjp(o) returns (these parts, pull)."""
     if problem.op.name == "softmax_attention":
         return partial(softmax_attention.run, problem), partial(softmax_attention.vjp, problem)
-    equation, recurrently = EQUATIONS[problem.op], is_recurrent(problem, o)
+    # whether token by token, as calls with an empty o are, too, whose states do not change
+    equation, recurrently = EQUATIONS[problem.op], mode_of(problem) == "recurrent" or not o.size
     if recurrently and not linear_attention.is_out_of_range(problem):
         return partial(recurrent.run, problem, equation), partial(recurrent.vjp, problem, equation)
     if problem.op in OWN_CHUNKS:
@@ -81,11 +82,6 @@ def computation(problem, o):
         return partial(chunks.run, problem), partial(chunks.vjp, problem)
     member = equation.member(problem)
     return partial(run_member, member, recurrently), partial(vjp_member, member, recurrently)
-
-
-def is_recurrent(problem, o):
-    """Whether tokens are computed one by one. So are calls with an empty o, whose states do not change."""
-    return mode_of(problem) == "recurrent" or not o.size
 
 
 def mode_of(problem):
