@@ -135,7 +135,7 @@ __device__ __forceinline__ void walk_columns(const Args<T, G>& args, BlockWork w
   const int own_column = column + lane / (32 / COLUMNS);  // the one whose dv the lane stores
   // The i-th of this lane's channels.
   const auto channel = [&](int i) { return NEIGHBOURS * (lane + 32 * (i / NEIGHBOURS)) + i % NEIGHBOURS; };
-  const int kept_channels = (K + 3) / 4 * 4;
+  const int kept_channels = padded_to_4(K);
   const R scale = converted_once<R>(args.scale);
 
   // ---- states: loads and stores -------------------------------------------------------------------------------------

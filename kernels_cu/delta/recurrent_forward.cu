@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
     const auto segment =
         segment_of<FORWARDS>(!args.F, shape, u32(args.P), n, work.h, args.initial, args.starts, args.final, whole);
     if (tile < value_columns) return Part{false, int(shape.V), int(tile), segment};
-    return Part{true, int(shape.K + 3) / 4 * 4, int(tile - value_columns), segment};
+    return Part{true, padded_to_4(int(shape.K)), int(tile - value_columns), segment};
   };
   const auto part = part_of(work.n, work.first_column);
   if (args.F && (part.segment.last || (part.of_F && part.segment.first))) return;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   const R scale = converted_once<R>(args.scale);
   const bool stores = args.o.p && lane < COLUMNS && column + lane < columns_left;
   T* to = args.o.row(work.b, work.h, work.span.start) + work.first_column + column + lane;
-  const int kept_channels = (K + 3) / 4 * 4;
+  const int kept_channels = padded_to_4(K);
   // The token before which the next state is kept; -1: none is, and `kept` below is not used.
   int next_kept = args.kept ? 0 : -1;
   R* kept = args.kept +

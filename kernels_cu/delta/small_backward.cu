@@ -162,6 +162,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
         if (work.n >= 0 && channel + c < K && column + x < V) f(S[c][x], (channel + c) * V + column + x);
   };
   // This lane's first four numbers of the stored state before the step that starts at `token`.
+  static_assert(BLOCK * LANES<D> * 4 == D * D, "the lanes' float4 are a state");
   const i64 first_state = (work.b * shape.NC + segment.chunks.start) * shape.H + work.h;
   const auto state_at = [&](int token) {
     return reinterpret_cast<float4*>(args.step_states) +
@@ -288,7 +289,7 @@ __global__ void __launch_bounds__(32, 8) delta_small_backward(const Args<T, G> a
   const float scale = converted_once<float>(args.scale);
   State dS = {};  // the gradient of the state before those tokens whose gradients have been computed
   if (segment.from) each_number(dS, [&](float& x, int place) { x = segment.from[place]; });
-  if (longest) fetch_step(s.stages[last_step / STEP % 2], last_step, true);
+  if (longest) fetch_step(s.stages[last_step / STEP % 2], last_step, true);  // a step's stage: by its number's parity
 #pragma unroll 1
   for (int token = last_step; longest && token >= 0; token -= STEP) {
     Storage& in = s.stages[token / STEP % 2];

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const
   const u32 number = blockIdx.x * Inputs::HEADS + coord.head;
   const bool of_F = args.F && number % 2;
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), P = int(args.P);
-  const int width = of_F ? (K + 3) / 4 * 4 : V;  // numbers of a row of the state in memory
+  const int width = of_F ? padded_to_4(K) : V;  // numbers of a row of the state in memory
   Work work = work_of(shape, args.F ? number / 2 : number);
   // Whether the segment that the sequence ends with starts from a state that is not finite (join_segments.cu).
   const auto is_grown = [&] {
