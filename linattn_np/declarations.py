@@ -211,6 +211,7 @@ class DeltaRuleOp(SharedHeadsOp):
         self.refuse("v", f"has {H} heads, expected as many as q and k, {HK}, or a multiple of it")
 
 
+LEAST_SQUARE = 1e-6  # it is added to the square of a length that `qk_l2norm` divides by; in lengths.cuh, too
 DELTA_RULES: list[Op] = []
 
 

@@ -15,10 +15,9 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ...contract import CHUNK, SUB_CHUNK
-from ...declarations import DELTA_RULE_STEPS, DELTA_RULES, RWKV7, RWKV7_STEP, STAGES, STEPS
+from ...declarations import DELTA_RULE_STEPS, DELTA_RULES, LEAST_SQUARE, RWKV7, RWKV7_STEP, STAGES, STEPS
 from ..cupy import ordinal, peak_bandwidth
 from ..cupy.arithmetic import ceil_div
-from ..numpy.delta_rule import EPSILON
 from . import kernels
 from .runtime import launch
 
@@ -130,7 +129,7 @@ class NumbaLaunches:
         """q or k, repeated for all heads of v that share one, and normalised if the call asks for it."""
         x, (H, HK) = x.astype(self.real, copy=False), self.problem.shape("H HK")
         if self.problem.options["qk_l2norm"]:
-            x = x / self.xp.sqrt((x * x).sum(-1, keepdims=True) + self.real(EPSILON))
+            x = x / self.xp.sqrt((x * x).sum(-1, keepdims=True) + self.real(LEAST_SQUARE))
         return x if H == HK else x.repeat(H // HK, axis=1)
 
     # -- stages --

@@ -9,9 +9,8 @@ v^T.
 
 import numpy as np
 
+from ...declarations import LEAST_SQUARE
 from .recurrent import add_outer, decayed, outer, read, read_vjp, write_vjp
-
-EPSILON = 1e-6  # it is added to the square of a length
 
 
 def step(problem, state, q, k, v, *gates):
@@ -99,4 +98,4 @@ def keys_vjp(problem, x, dx):
 
 def length(x):
     """The Euclidean lengths of the rows of x [..., K], [..., 1]."""
-    return np.sqrt(np.vecdot(x, x)[..., None] + x.dtype.type(EPSILON))
+    return np.sqrt(np.vecdot(x, x)[..., None] + x.dtype.type(LEAST_SQUARE))
