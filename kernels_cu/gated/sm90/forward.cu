@@ -75,8 +75,9 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
       mbarrier_init(s.full[stage], (made_here ? GROUP_THREADS : 0) + (Schedule::K_RANKS > 1 || !made_here ? SENT : 0));
       mbarrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
     }
-    for (int slot = 0; slot < BV / PANEL * Storage::VALUE_SLOTS; ++slot)  // of all warpgroups, one after the other
-      mbarrier_init(s.values_copied[0][slot], backwards ? 128 : 1);
+    constexpr int SLOTS = BV / PANEL * Storage::VALUE_SLOTS;  // of all warpgroups, one after the other
+    static_assert(sizeof(Storage::values_copied) == SLOTS * sizeof(MBarrier));
+    for (int slot = 0; slot < SLOTS; ++slot) mbarrier_init(s.values_copied[0][slot], backwards ? 128 : 1);
     for (int stage = 0; stage < Storage::STAGES; ++stage) s.headers[stage].row[0] = WHOLE_CHUNK;
     if constexpr (Schedule::has_outputs)
       for (int group = 0; group < Storage::GROUPS; ++group) s.score_operands[group].out_of_float16 = false;
