@@ -26,14 +26,12 @@ template <> struct Math<bf16, 1> {
   static constexpr bool SPLIT = false;
 };
 
-// A single tf32 product cuts off its operands: of a float32 number it ignores on average half of the last tf32 digit
-// that it reads, 0.7213 * 2^-11 of the number (0.7213 = 1 / (2 ln 2), the mean of 1/m over mantissas m with uniform
-// logarithms). A caller that passes operands unrounded multiplies the result by TF32_CORRECTION<M, E> for one operand,
-// whose type in shared memory is E, and by TF32_CORRECTION_OF_BOTH for two. The average error is then 0. Both are 1 for
-// bfloat16 products, for operands of 16-bit types, which tf32 holds, and for split operands.
+// A caller that passes operands unrounded to a single tf32 product multiplies the result by TF32_CORRECTION<M, E> for
+// one operand, whose type in shared memory is E, and by TF32_CORRECTION_OF_BOTH for two. Both are 1 for bfloat16
+// products, for operands of 16-bit types, which tf32 holds, and for split operands.
 template <class M, typename E = typename M::Stored>
 constexpr float TF32_CORRECTION =
-    sizeof(typename M::Stored) == 4 && sizeof(E) == 4 && !M::SPLIT ? 1.f + 0.7213f / 2048 : 1.f;
+    sizeof(typename M::Stored) == 4 && sizeof(E) == 4 && !M::SPLIT ? CUT_OFF_CORRECTION : 1.f;
 template <class M, typename E = typename M::Stored>
 constexpr float TF32_CORRECTION_OF_BOTH = TF32_CORRECTION<M, E> * TF32_CORRECTION<M, E>;
 

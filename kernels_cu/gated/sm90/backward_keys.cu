@@ -185,7 +185,8 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   const int query = lane >> 2, key_pair = lane & 3;  // of a sub-chunk; keys 2 key_pair and 2 key_pair + 1
   const bool has_16_queries = warp % 2 == 0;
   const int queries = has_16_queries ? 16 : 8 * warp, keys = has_16_queries ? 4 * warp : 8 * (warp - 1);
-  const float to_scores = TF32_CORRECTION * TF32_CORRECTION * scale;  // products cut off bits of both tf32 operands
+  const float to_scores =
+      CUT_OFF_CORRECTION * CUT_OFF_CORRECTION * scale;  // products cut off bits of both tf32 operands
   const auto put = [&](int offset, float score) {
     *reinterpret_cast<float*>(at_byte_offset(s.A, offset)) = rounded_to_tf32(score);
   };

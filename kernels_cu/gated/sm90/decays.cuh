@@ -58,11 +58,8 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
   return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
 }
 
-// A product in tf32 ignores the last 13 bits of a float32 operand (to round it would take four instructions): on
-// average 0.7213 * 2^-11 of the number (0.7213 = 1 / (2 ln 2), the mean of 1/m over mantissas m with uniform
-// logarithms). Results need this factor for each operand that was cut off. QueryRow has it in dA, for the queries or
+// CUT_OFF_CORRECTION (tf32.cuh), for each operand in tf32 that is cut off: QueryRow has it in dA, for the queries or
 // keys that meet dA, which is itself rounded; states.cuh in the operand of S; backward_keys.cu in scores, twice.
-constexpr float TF32_CORRECTION = 1.f + 0.7213f / 2048;
 
 // Calls f(n, h) for this lane's tokens 2t and 2t + 1 in each sub-chunk n, of each channel g + 8h.
 template <class F> __device__ __forceinline__ void each_token_pair(F f) {
@@ -475,8 +472,8 @@ __device__ __forceinline__ float2 self_weights(Pairs& x, int n) {
   return *reinterpret_cast<const float2*>(&self_weight_at(x, n * SUB_CHUNK) + 2 * (threadIdx.x & 3));
 }
 
-// Stores dA of a query and of pairs of neighbouring keys, times TF32_CORRECTION, since queries and keys that meet dA in
-// products are cut off to tf32. Self weights meet no tf32 product and lack that factor.
+// Stores dA of a query and of pairs of neighbouring keys, times CUT_OFF_CORRECTION, since queries and keys that meet dA
+// in products are cut off to tf32. Self weights meet no tf32 product and lack that factor.
 template <class ReadOrder> struct QueryRow {
   Pairs& dA;
   float scale, factor;
@@ -485,7 +482,7 @@ template <class ReadOrder> struct QueryRow {
   __device__ __forceinline__ QueryRow(Pairs& dA, int query, int first_key, float scale)
       : dA(dA),
         scale(scale),
-        factor(TF32_CORRECTION * scale),
+        factor(CUT_OFF_CORRECTION * scale),
         query(query),
         distance(query - first_key),
         index(pair_index(query, first_key)) {}

@@ -10,6 +10,7 @@
 //           is 1
 // limits    sm_90a; all lanes of a warp call functions with products or shuffles together
 #include "gated/sm90/forward_storage.cuh"
+#include "tf32.cuh"
 
 // From the includes:
 //   CHUNK = 32; NUM_SUBCHUNKS = 4; PANEL = 64: columns of a tile of scores
@@ -18,9 +19,8 @@
 //     the border between the halves
 //   ldmatrix_x4_flipped, store_flipped: at the address (base XOR flip) + offset, in bytes
 
-// Tensor cores cut off the last 13 bits of a tf32 operand, which reduces it by a factor of 2^-11 / (2 ln 2) on average.
-// TF32_CORRECTION_OF_BOTH compensates for that in a product of two operands.
-constexpr float TF32_CORRECTION_OF_BOTH = 1.f + 2 * 3.522e-4f;
+// The factor of a product of two tf32 operands, both of them cut off.
+constexpr float TF32_CORRECTION_OF_BOTH = CUT_OFF_CORRECTION * CUT_OFF_CORRECTION;
 
 // d += a b on tensor cores, for operands of the type of the first argument. Sums: a lane's accumulators of [16, 8]:
 // with g = lane / 4, t = lane % 4, number 2h + p is in row g + 8h, column 2t + p.

@@ -240,7 +240,7 @@ __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>],
 // Computes a chunk of the first pass (backward_queries.cu): S becomes the state after the chunk; dq overwrites q, the
 // query share (this pass's part of dg) overwrites g. Stores the query sums of this lane's channels that are `inside` K,
 // at lane_query_sums[0] and [8]. in: the chunk's Tiles q, k, g, v and do_, and Pairs dA, scale do_i . v_j times
-// TF32_CORRECTION.
+// CUT_OFF_CORRECTION.
 template <class ReadOrder, typename T, typename G, int BV, class Stage>
 __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], float* lane_query_sums,
                                                          const bool (&inside)[2], Stage& in, const float (&u)[2],
@@ -292,7 +292,7 @@ __device__ __forceinline__ void compute_queries_by_token(float (&S)[BV / 2], flo
           if (n == t) from_key = BEFORE ? before : between;
         }
         if (i < j + BEFORE) continue;
-        const float x = grown(pair_at(in.dA, i, j) * (key(j) / TF32_CORRECTION), from_key);
+        const float x = grown(pair_at(in.dA, i, j) * (key(j) / CUT_OFF_CORRECTION), from_key);
         dq[m] += x;
         if (i > j) key_terms[m] = fmaf(query(i), x, key_terms[m]);
         if (i > j + BEFORE) gate_terms += key_terms[m];

@@ -30,7 +30,7 @@
 //     bits a register; token_pair_of(x, n, h) finds a pair
 //   SubChunkDecays d: over sub-chunks; d.all(h): over the chunk
 //   pack: two floats in 16 bits each; remainder_of(two, x, y): their rounding errors, in bfloat16; cut_off: x as a
-//     product in tf32 reads it; TF32_CORRECTION makes up for what it does not read
+//     product in tf32 reads it; CUT_OFF_CORRECTION makes up for what it does not read
 //   multiply_pairs(d, x, b): d[channel, i] += sum_j x[channel, j] b[j, i], over the 8 tokens j of a sub-chunk
 //   each_pair_of_state: calls f for a lane's pairs of columns of a state and their addresses; HAS_FULL_PATH: without
 //     branches where V is BV
@@ -163,7 +163,7 @@ __device__ __forceinline__ void start_state_read_part(Values& x, u32 (&columns)[
   for (int n = 0; n < TILES; ++n)
 #pragma unroll
     for (int m = 0; m < 4; ++m)
-      columns[n][m] = __float_as_uint(TF32_CORRECTION * S[4 * (part * TILES + n) + (m == 1 ? 2 : m == 2 ? 1 : m)]);
+      columns[n][m] = __float_as_uint(CUT_OFF_CORRECTION * S[4 * (part * TILES + n) + (m == 1 ? 2 : m == 2 ? 1 : m)]);
   const u64 b = k_major_tile(tokens);
   wgmma_fence();
 #pragma unroll
