@@ -219,6 +219,7 @@ def scan_both_ways(draft, problem, states, decays, P, only_backwards=False, colu
     state's gradient at its end. So many neighbouring `columns` share `decays`: None for all."""
     N, H, K, V = problem.shape("N H K V")
     scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "BV": columns or V}
+    assert V % scan.COLUMNS == 0 and sizes["BV"] % scan.COLUMNS == 0  # as rows are whole pieces of 16 bytes
     sizes["only_backwards"] = only_backwards
     # `states` is overwritten
     summaries = {"states": states, "decays": decays, "column_decays": column_decays}
