@@ -300,7 +300,7 @@ class DeltaRecurrentForward(DeltaKernel):
     file = "delta/recurrent_forward"
     arguments = COMMON_ARGUMENTS + members("strided? o final, pointers? kept F")
     shared_memory = ("Shared<{rule}, {dtype}, {gate}, {BK}, {columns}>",)
-    constants: ClassVar[tuple] = (("CHANNELS", "CHANNELS"),)
+    constants: ClassVar[tuple] = (("CHANNELS", "CHANNELS"), (f"{shared_memory[0]}::BV", "BV"))
     CHANNELS: ClassVar[int] = 16  # of a lane: BK / CHANNELS lanes share a column
     BK: int
     columns: int  # of a lane
@@ -355,7 +355,11 @@ class DeltaSmallBackward(DeltaKernel):
         "strided do_, strided? dht dh0 dq dk da db dv dg dbeta, pointers? step_states parts"
     )
     shared_memory = ("Shared<{rule}, {dtype}, {gate}, {D}>",)
-    constants: ClassVar[tuple] = (("STEP", "STEP"), ("BLOCK", "BLOCK"))
+    constants: ClassVar[tuple] = (
+        ("STEP", "STEP"),
+        ("BLOCK", "BLOCK"),
+        ("StepTile<{dtype}, {D}>::HEADS", "heads"),
+    )
     STEP: ClassVar[int] = 8  # tokens between stored states
     BLOCK: ClassVar[int] = 4  # channels, and columns, of a lane
     threads = 32
@@ -380,6 +384,7 @@ class DeltaRecurrentBackward(DeltaKernel):
         "strided do_, strided? dv dht dh0, pointers? kept parts token_parts, int64s tiles"
     )
     shared_memory = ("Shared<{rule}, {dtype}, {gate}, {BK}, {TOKENS}>",)
+    constants: ClassVar[tuple] = ((f"{shared_memory[0]}::BV", "BV"), (f"{shared_memory[0]}::KINDS", "kinds"))
     BK: int
     TOKENS: int
     outputs: bool = True  # False: the kernel computes instead what each segment does to a state's gradient
@@ -406,6 +411,10 @@ class DeltaRecurrentBackward(DeltaKernel):
     def channel_gradients(self) -> tuple[str, ...]:
         """The arrays whose gradients go to `parts`, in its order. A gate that channels share has one number a token."""
         return ("q", "k", "a", "b", "g") if self.rule == DPLR else ("q", "k", "g")[: 2 + (self.rule == KDA)]
+
+    @property
+    def kinds(self):
+        return len(self.channel_gradients)
 
     BLOCKS: ClassVar[int] = 48  # of a multiprocessor, three of which run at a time: more blocks have more columns
 
