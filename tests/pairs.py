@@ -17,10 +17,12 @@ def choose(cases, axes, together=2):
 
     Not the smallest choice there is, but found in a few passes: those first that bring most.
     """
-    numbers = defaultdict(lambda: 1 << len(numbers))  # of combinations: a bit each
-    brought = [sum({numbers[combination] for combination in combinations(axes(case), together)}) for case in cases]
-    missing, kept = (1 << len(numbers)) - 1, set()
-    gains = [bits.bit_count() for bits in brought]  # when they were last looked at; they only become fewer
+    places = defaultdict(lambda: len(places))  # numbers in place of values: hashed in less time
+    bits = defaultdict(lambda: 1 << len(bits))  # of combinations
+    values = ([places[value] for value in axes(case)] for case in cases)
+    brought = [sum({bits[combination] for combination in combinations(own, together)}) for own in values]
+    missing, kept = (1 << len(bits)) - 1, set()
+    gains = [own.bit_count() for own in brought]  # when they were last looked at; they only become fewer
     for enough in range(max(gains, default=0), 0, -1):
         for n in (n for n, gain in enumerate(gains) if gain == enough):
             gains[n] = (brought[n] & missing).bit_count()

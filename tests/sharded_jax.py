@@ -10,7 +10,7 @@ from functools import partial
 
 COUNT = int((*sys.argv, 4)[1])
 DELTA = ("kda", "rwkv7")
-NAMES = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")[: 2 if sys.argv[1:] else 5]
+NAMES = ("gla", "rwkv6", "simple_gla", "retention")[: 2 if sys.argv[1:] else 4]
 if sys.argv[1:]:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 else:
@@ -44,7 +44,6 @@ def draw(name, rng):
         "rwkv6": [-np.exp(g), rng.standard_normal((H, K))],
         "simple_gla": [-np.exp(g[..., 0])],
         "retention": [],
-        "linear_attention": [],
     }
     if name in DELTA:
         k, beta = k / np.linalg.norm(k, axis=-1, keepdims=True), rng.random((B, H, T))

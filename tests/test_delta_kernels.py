@@ -621,7 +621,7 @@ def test_reasons_against_chunks(changed, mode, reason, gradient, rng):
 BY_TOKEN = {  # operator, K, V, dtype, gate, options
     "rwkv7": (RWKV7, 130, 3, SINGLE, "some-inf", {}),
     "narrow": (RWKV7, 2, 3, DOUBLE, "some-inf", {}),
-    "odd": (KDA, 133, 33, SINGLE, "logsigmoid", {"qk_l2norm": True}),
+    "odd": (KDA, 69, 33, SINGLE, "logsigmoid", {"qk_l2norm": True}),
     "packed": (KDA, 134, 20, SINGLE, "weak", {"cu_seqlens": [0, 414, 414, 425]}),
     "wide": (DELTA_RULE, 130, 20, DOUBLE, "weak", {}),
     "wide-gates": (KDA, 140, 9, SINGLE, "some-inf", {"reverse": True}),

@@ -549,7 +549,7 @@ def test_shard_map_on_cards(card, monkeypatch):
     check_shard_map("2", names=("gla", "rwkv6"))
 
 
-def check_shard_map(*cards, names=("gla", "rwkv6", "simple_gla", "retention", "linear_attention")):
+def check_shard_map(*cards, names=("gla", "rwkv6", "simple_gla", "retention")):
     command = [sys.executable, "sharded_jax.py", *cards]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]

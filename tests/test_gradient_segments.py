@@ -14,6 +14,7 @@ from linattn_np.backends.cupy import segments as cuts
 pytestmark = pytest.mark.parametrize("op", BY_NAME)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypatch):
     """Where both cut alike: then the pass that summarises segments has one direction alone."""
@@ -61,6 +62,7 @@ def test_blocks_take_sequences_in_turn(op, dtype, gate_dtype, K, V, dht, rng, mo
     assert all(map(same_bits, *results.values()))
 
 
+@pytest.mark.pairwise("dht", "gate")
 @pytest.mark.parametrize("dht, gate", [(True, "weak"), (False, "growth")])
 def test_each_pass_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
     """Where two heads leave a third of the card idle: only what the passes begin with is summarised."""
@@ -82,6 +84,7 @@ def test_each_pass_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
     call.assert_close(gate, [*found, *start], call.exact[1])
 
 
+@pytest.mark.pairwise("split", "P")
 @pytest.mark.parametrize("lengths", [(), (450, 450)])
 @pytest.mark.parametrize("split, P", [(False, 1), (False, 2), (True, 1)])
 def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, monkeypatch):
@@ -123,15 +126,15 @@ def test_what_a_border_has_forgotten_is_not_summarised(op, hopper, dtype, K, V, 
     a block alone or by two that have some channels each."""
     if alone:
         monkeypatch.setattr(cuts, "summary_channels", lambda K, *_: K)
-    call = Call(op, Case(T=1210, K=K, V=V, dtype=dtype, gate="weak", gate_dtype=gate_dtype), rng)
+    call = Call(op, Case(T=634, K=K, V=V, dtype=dtype, gate="weak", gate_dtype=gate_dtype), rng)
     call.rows, gates = Hopper.gradient_rows, call.arrays[3]
     gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
     gates[:, 1, :, 1:] -= 0.5
     wanted = call.exact[1]
     call.assert_close("forgotten", summarised_both_ways(call, hopper, 2, monkeypatch), wanted)
-    call.arrays[1][:, :, 10] = call.arrays[0][:, :, 1200] = np.nan
+    call.arrays[1][:, :, 10] = call.arrays[0][:, :, 624] = np.nan
     dq, dk, dv, *_ = summarised_both_ways(call, hopper, 2, monkeypatch)
-    for name, x, exact, tokens in (("dq", dq, wanted[0], np.s_[608:1200]), ("dv", dv, wanted[2], np.s_[11:608])):
+    for name, x, exact, tokens in (("dq", dq, wanted[0], np.s_[320:624]), ("dv", dv, wanted[2], np.s_[11:320])):
         assert_close(name, x[:, :1, tokens], exact[:, :1, tokens], dtype, rows=call.rows[dtype])
         assert np.isnan(x[:, 1, tokens].astype(np.float32)).any(), name
 
@@ -186,6 +189,7 @@ def test_what_a_walk_forgets_is_not_summarised(op, dtype, gate_dtype, rng, monke
     assert np.isnan(dq[:, 1, 640:].astype(np.float32)).any() and np.isnan(dk[:, 1, 64:640].astype(np.float32)).any()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backwards", [False, True], ids=["states", "gradients"])
 def test_what_grew_before_it_decayed_is_summarised(op, backwards, rng, monkeypatch):
     """By the kernels of every card: 64 nats, and 51 nats of decay from there to the cut at 640. One gate that grows on

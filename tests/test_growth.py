@@ -126,19 +126,19 @@ def test_what_one_column_forgets_another_remembers(device, rng, monkeypatch, op,
     for name in ("segments_that_fill", "cheapest_forward_count", "summarised_segments", "cheapest_backward_count"):
         monkeypatch.setattr(cuts, name, lambda *sizes: 3)
     monkeypatch.setattr(cuts, "parts_per_segment", lambda *sizes: parts)
-    call = Call(op, rng, lambda rng, shape: np.zeros(shape), dtype, K=K, V=200, lengths=(*before, 1536))
+    call = Call(op, rng, lambda rng, shape: np.zeros(shape), dtype, K=K, V=200, lengths=(*before, 768))
 
     def walked(x):
         return x[:, :, sum(before) :][:, :, :: -1 if backwards else 1]
 
     v, do, g = map(walked, (call.arrays[2], call.do, call.arrays[growth.GATE]))
-    g[:, :, 960:1024], g[:, :, 1024:1088] = -1, 1
-    (do if backwards else v)[:, :, 512:, 128:] = 0
+    g[:, :, 448:512], g[:, :, 512:576] = -1, 1
+    (do if backwards else v)[:, :, 256:, 128:] = 0
     if not backwards:
-        do[:, :, :1088], do[..., :128] = 0, 0
+        do[:, :, :576], do[..., :128] = 0, 0
     found, wanted = call.results(device) | call.gradients(device), call.exact()
     for name in ("dv",) if backwards else ("o", f"d{[*op.arrays][0]}"):
-        x, y = (walked(results[name])[:, :, 1088:, -64:] for results in (found, wanted))
+        x, y = (walked(results[name])[:, :, 576:, -64:] for results in (found, wanted))
         assert_close(name, x, y, dtype)
 
 

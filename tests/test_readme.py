@@ -70,7 +70,7 @@ def test_commands_run(page, tmp_path, monkeypatch):
     """In a folder with the files that the pages name, in the page's order."""
     monkeypatch.chdir(tmp_path)
     for name in ("novel.txt", "long.txt"):
-        Path(name).write_text(README[:4000])
+        Path(name).write_text(README[:1200])
     Path("texts.jsonl").write_text("".join(json.dumps({"text": README[n : n + 999]}) + "\n" for n in range(9)))
     Path("prompts.jsonl").write_text('{"prompt": "Emma was"}\n' * 2)
     Path("folder").mkdir()
