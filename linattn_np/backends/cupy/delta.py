@@ -52,6 +52,7 @@ from .delta_segments import (
     rule_of,
     shape_of_F,
 )
+from .elementwise_kernels import sum_arrays
 from .gated_backward import heads_at_once
 from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
 from .kernel import FLOATS, Kernel, no_kernels
@@ -420,10 +421,9 @@ class Gradients(Way):
             dtype = self.dtype_of_scalars if x.ndim == 3 else inputs.gate if name == "g" else x.dtype
             written[name] = x if x.dtype == dtype else draft.empty(x.shape, dtype)
         launch(**args, **parts, **{f"d{name}": x if x.ndim == 4 else x[..., None] for name, x in written.items()})
-        if self.has_parts:
-            x = {name: inputs.part_of(name, inputs.arrays[name], first, heads) for name in "qk" if inputs.normalized}
-            sums = [(parts["parts"][part][None], gradients[name], x.get(name)) for part, name in enumerate("qk")]
-            sum_parts(draft, self.problem.dtype, sums)
+        for part, name in enumerate("qk" if self.has_parts else ""):
+            x = inputs.part_of(name, inputs.arrays[name], first, heads)
+            sum_parts(draft, parts["parts"][part][None], gradients[name], x if inputs.normalized else None)
         for name, x in gradients.items():
             if written[name] is not x:
                 draft.copy(written[name], x)
@@ -502,15 +502,14 @@ class GradientsByToken(Gradients):
         parts = draft.empty((len(kernel.channel_gradients), tiles, B, heads, T, K), real)
         token_parts = draft.empty((2, tiles, B, heads, T), real)
         launch_by_token(draft, kernel, read, dv=dv, kept=kept, parts=parts, token_parts=token_parts)
-        totals = {name: inputs.part_of(name, x, first, heads) for name, x in self.gradients.items()}
-        sums = [
-            (parts[part], totals[name], arrays[name] if inputs.normalized and name in "qk" else None)
-            for part, name in enumerate(kernel.channel_gradients)
-        ]
+        for part, name in enumerate(kernel.channel_gradients):
+            total = inputs.part_of(name, self.gradients[name], first, heads)
+            sum_parts(draft, parts[part], total, arrays[name] if inputs.normalized and name in "qk" else None)
         for part, name in enumerate(("beta", "g")):
-            if name in totals and name not in kernel.channel_gradients:
-                sums.append((token_parts[part][..., None], totals[name][..., None], None))
-        sum_parts(draft, problem.dtype, sums)
+            if name in self.gradients and name not in kernel.channel_gradients:
+                total = draft.empty((B, heads, T), real)
+                sum_arrays(draft, token_parts[part], total)
+                draft.copy(total, self.gradients[name][:, first : first + heads])
 
 
 # `walk` is the kernel of the walk, `prepare` that of the chunks; `prepared` is the memory that one writes and the other

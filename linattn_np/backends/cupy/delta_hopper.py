@@ -484,10 +484,9 @@ def launch_backward(draft, cut, x, gradients, whole, segments, scale):
         P=cut.segments,
         parts=parts,
     )
-    if grouped:
-        divided = (None, None) if x.lengths is None else (x.q, x.k)
-        sums = [(parts[n][None], (gradients.q, gradients.k)[n], divided[n]) for n in (0, 1)]
-        sum_parts(draft, dtype, sums)
+    for part, name in enumerate("qk" if grouped else ""):
+        divided = None if x.lengths is None else getattr(x, name)
+        sum_parts(draft, parts[part][None], getattr(gradients, name), divided)
     for name, array in scalars.items():
         if array is not None and array is not getattr(gradients, name):
             draft.copy(array, getattr(gradients, name))

@@ -31,7 +31,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .arguments import members, structs
+from .arguments import members
 from .arithmetic import ceil_div, padded
 from .gated_kernels import CHANNELS, TILES, channels
 from .kernel import DOUBLE, Kernel, StepKernel, TiledKernel
@@ -485,36 +485,24 @@ class DeltaJoinSegments(Kernel):
 
 
 class DeltaSumParts(Kernel):
-    """Up to SUMS arrays dx, each the sum of `parts` over tiles of columns and over the heads of values of a group. `x`:
-    q or k if the forward pass divided its rows by their lengths, and dx is then the gradient of the undivided rows;
-    else null. `lanes` threads have a row; a sum's blocks begin at `first_block`; `wide`: whether dx is float32."""
+    """dx, the sum of `parts` over tiles of columns and over the heads of values of a group. `x`: q or k if the forward
+    pass divided its rows by their lengths, and dx is then the gradient of the undivided rows; else null."""
 
     file = "delta/sum_parts"
-    constants: ClassVar[tuple] = (("SUMS", "SUMS"), ("32 * LANE_CHANNELS", "MOST_CHANNELS"))
-    SUMS: ClassVar[int] = 5
+    arguments = members("pointers parts, strided? x, strided dx, int64s B H T_ K group tiles")
+    constants: ClassVar[tuple] = (("32 * LANE_CHANNELS", "MOST_CHANNELS"),)
     MOST_CHANNELS: ClassVar[int] = CHANNELS[-1]
-    arguments = structs(
-        "sums", SUMS, members("pointers? parts, strided? x dx, int64s H K group lanes wide first_block")
-    ) + members("int64s B T_ tiles")
     threads = 128
     dtype: np.dtype
 
 
-def sum_parts(draft, dtype, sums):
-    """Launches `DeltaSumParts` for `sums`: (parts [tiles, B, heads, T, K], total [B, H, T, K], normalized), each total
-    being the sum over tiles and heads of a group. They may differ in heads and in K.
+def sum_parts(draft, parts, total, normalized):
+    """Launches total [B, H, T, K] = the sum of parts [tiles, B, heads, T, K] over tiles and heads of a group.
 
-    dtype : of q; a total may be float32 instead
-    normalized : q or k, if the forward pass divided its rows by their lengths; the kernel then applies the pullback of
-        this division to the sum. None otherwise.
+    `normalized`: q or k, if the forward pass divided its rows by their lengths; the kernel then applies the pullback of
+    this division to the sum. None otherwise.
     """
-    kernel, blocks, described = DeltaSumParts(dtype), 0, []
-    for parts, total, normalized in sums:
-        (tiles, B, heads, T, K), H = parts.shape, total.shape[1]
-        lanes = min(32, 1 << (K - 1).bit_length())
-        sizes = {"H": H, "K": K, "group": heads // max(H, 1), "lanes": lanes, "wide": total.dtype == FLOAT32}
-        described.append({"parts": parts, "x": normalized, "dx": total} | sizes | {"first_block": blocks})
-        blocks += ceil_div(B * H * T * lanes, kernel.threads)
-    none = dict.fromkeys(described[0], 0) | {"parts": None, "x": None, "dx": None, "first_block": blocks}
-    described += [none] * (kernel.SUMS - len(described))
-    draft.launch(kernel, blocks, sums=described, B=B, T_=T, tiles=tiles)
+    kernel, (tiles, _, heads, T, K), (B, H) = DeltaSumParts(total.dtype), parts.shape, total.shape[:2]
+    sizes = {"B": B, "H": H, "T_": T, "K": K, "group": heads // max(H, 1), "tiles": tiles}
+    blocks = ceil_div(B * H * T, kernel.threads // 32)
+    draft.launch(kernel, blocks, parts=parts, x=normalized, dx=total, **sizes)
