@@ -15,7 +15,8 @@ requested = ContextVar("kernels", default="auto")
 @contextmanager
 def choose_kernels(kernels: str) -> Iterator[None]:
     """Calls in this context take these kernels; so do their pullbacks, wherever they are called."""
-    assert kernels in KERNELS
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels is {kernels!r}, expected one of {', '.join(map(repr, KERNELS))}")
     token = requested.set(kernels)
     try:
         yield
