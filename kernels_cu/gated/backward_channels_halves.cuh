@@ -284,7 +284,7 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
         for (int to = border; to < subchunk; ++to) gate_terms[octet].across[to] += term.x + term.y;
         return term.x + term.y;
       };
-      // The decay from this half's start to the sub-chunk'channels.s.
+      // The decay from this half's start to the sub-chunk's.
       const float from_half = product_over(half_decays[octet], 0, subchunk);
       // The lane's terms of S, summed over its two tokens.
       const float state_term =
