@@ -157,8 +157,8 @@ def delta_rules():
             yield from (replace(kernel, outputs=outputs) for kernel in backward for outputs in (True, False))
             yield from (delta.DeltaStep(rule, T, G, S, size, BV) for S, BV in product(FLOATS, delta.DeltaStep.WIDTHS))
     for (T, G), rule, size in product(GATES, (delta.GATED_DELTA, delta.KDA, delta.DPLR), gated.SMALL_SIZES):
-        yield delta.DeltaSmallForward(rule, T, G, size)
-        yield from (delta.DeltaSmallBackward(rule, T, G, size, outputs) for outputs in (True, False))
+        for walk in (delta.DeltaSmallForward, delta.DeltaSmallBackward):
+            yield from (walk(rule, T, G, size, outputs) for outputs in (True, False))
     for T in FLOATS:
         yield delta.DeltaSumParts(T)
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)

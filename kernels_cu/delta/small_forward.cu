@@ -1,5 +1,5 @@
-// what      Forward pass of the delta rules, token by token, with heads of at most 16 channels and columns. Or, if
-//           args.F is given, what a segment of a sequence does to a state: from S to F S + G.
+// what      Forward pass of the delta rules, token by token, with heads of at most 16 channels and columns. Or,
+//           without OUTPUTS, what a segment of a sequence does to a state: from S to F S + G.
 // math      Template argument Rule. D = diag(exp g), g log gates of channels; for GatedDelta one g for all channels. S
 //           is the state before the token, S' = D S its decay, S+ the state after the token; o = scale S+^T q:
 //           GatedDelta, Kda: S+ = S' + k (beta (v - S'^T k))^T
@@ -14,8 +14,8 @@
 //           rest. F [segments, HV, K, K and zeros to a multiple of 4]; starts [segments, HV, K, V]: first G, each in
 //           the place of the next segment, which join_segments.cu then replaces by the state from which that segment
 //           starts
-// grid      a warp for every 32 / D value heads of all sequences or segments, sequence slowest; given F, for as many
-//           states: a head has two, G and F. A lane has a column of a state
+// grid      a warp for every 32 / D value heads of all sequences or segments, sequence slowest; without OUTPUTS, for
+//           as many states: a head has two, G and F. A lane has a column of a state
 // smem      two stages, each of a step of 16 tokens, in which o overwrites channels' gates; what is computed once for
 //           every token of a step: decays of channels, Factors
 // barriers  of warps, three a step: the step has been copied | decays and factors are in shared memory | o is in shared
@@ -35,8 +35,8 @@
 //   DeltaArgs: the arguments of kernels token by token. Of rules, channel_gates: a gate for every channel; own_erasure:
 //     a and b beside k
 //   segment_of: a Segment: its tokens; `from`, the state that it starts from, null for zeros; `to`, where its last
-//     state goes, null for nowhere. The first segment starts from the initial state. The others start, given F, from
-//       zeros, and `to` is in `starts`; else they start from `starts`, and only the last one has `to`. If the last
+//     state goes, null for nowhere. The first segment starts from the initial state. The others start, without outputs,
+//       from zeros, and `to` is in `starts`; else they start from `starts`, and only the last one has `to`. If the last
 //       argument is true, the first segment has all tokens and is the last one, too; the others have none
 
 constexpr int TOKENS = 16;  // of a step
@@ -45,7 +45,7 @@ template <typename E, int D> using StepTile = Tile<E, D, D, TOKENS>;
 template <typename T, typename G> struct Args : DeltaArgs<T, G> {
   StridedRows<T> o;          // null: no output is wanted
   StridedRows<float> final;  // null: no final state is wanted
-  float* F;                  // null: o and final may be wanted; else both are null
+  float* F;                  // null with OUTPUTS; without, o and final are null
 };
 
 template <bool OWN_ERASURE, typename T, int D> struct ErasureTiles {
@@ -95,57 +95,58 @@ template <int D> __device__ __forceinline__ float dot(const float (&x)[D], const
 }
 
 // What a lane reads of a token in shared memory: a and b of Dplr, `factors` of other rules; `decays`, if channels have
-// gates; of v its column.
-template <class Rule, typename T, typename G, int D> struct Token {
+// gates; of v its column. Without OUTPUTS q is not read.
+template <class Rule, typename T, typename G, int D, bool OUTPUTS> struct Token {
   float q[D], k[D], a[D], b[D], decays[D], v[1];
   Factors factors;
 
   __device__ __forceinline__ void load(const Shared<Rule, T, G, D>& s, const Stage<Rule, T, G, D>& in, int i,
                                        const LaneCoord<D>& coord) {
-    in.q.load_row(q, i, coord.head), in.k.load_row(k, i, coord.head), in.v.load_row(v, i, coord.head, coord.lane);
+    if constexpr (OUTPUTS) in.q.load_row(q, i, coord.head);
+    in.k.load_row(k, i, coord.head), in.v.load_row(v, i, coord.head, coord.lane);
     if constexpr (Rule::channel_gates) s.decays.load_row(decays, i, coord.head);
     if constexpr (Rule::own_erasure) in.a.load_row(a, i, coord.head), in.b.load_row(b, i, coord.head);
     else factors = s.factors[i][coord.head];
   }
-  // Applies the token to S, the lane's column of a state; returns the same column of o.
+  // Applies the token to S, the lane's column of a state; returns the same column of o, without OUTPUTS 0.
   __device__ __forceinline__ float apply(float (&S)[D], float scale) const {
     if constexpr (Rule::own_erasure) {
       const float read = dot(a, S);
 #pragma unroll
       for (int c = 0; c < D; ++c) S[c] = fmaf(b[c], read, fmaf(decays[c], S[c], k[c] * v[0]));
-      return scale * dot(q, S);
+      return OUTPUTS ? scale * dot(q, S) : 0.f;
     } else {
 #pragma unroll
       for (int c = 0; c < D; ++c) S[c] *= Rule::channel_gates ? decays[c] : factors.decay;
       const float write = fmaf(-factors.erasure, dot(k, S), factors.value * v[0]);
 #pragma unroll
       for (int c = 0; c < D; ++c) S[c] = fmaf(k[c], write, S[c]);
-      return factors.output * dot(q, S);
+      return OUTPUTS ? factors.output * dot(q, S) : 0.f;
     }
   }
 };
 
 // The launch bounds: the blocks that share a multiprocessor's registers.
-template <class Rule, typename T, typename G, int D>
+template <class Rule, typename T, typename G, int D, bool OUTPUTS>
 __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const Args<T, G> args) {
   using Inputs = StepTile<T, D>;
   auto& s = *reinterpret_cast<Shared<Rule, T, G, D>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const LaneCoord<D> coord;
   const u32 number = blockIdx.x * Inputs::HEADS + coord.head;
-  const bool of_F = args.F && number % 2;
+  const bool of_F = !OUTPUTS && number % 2;
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), P = int(args.P);
   const int width = of_F ? padded_to_4(K) : V;  // numbers of a row of the state in memory
-  Work work = work_of(shape, args.F ? number / 2 : number);
+  Work work = work_of(shape, OUTPUTS ? number : number / 2);
   // Whether the segment that the sequence ends with starts from a state that is not finite (join_segments.cu).
   const auto is_grown = [&] {
     if (work.n < 0 || coord.lane >= V) return false;
     return !is_finite(args.starts[((work.n / P * P + P - 1) * shape.H + work.h) * K * V + coord.lane]);
   };
-  const bool whole = !args.F && P > 1 && sum_over_lanes<D>(is_grown() ? 1.f : 0.f) > 0.f;
+  const bool whole = OUTPUTS && P > 1 && sum_over_lanes<D>(is_grown() ? 1.f : 0.f) > 0.f;
   const auto segment =
-      segment_of<false>(!args.F, shape, P, u32(work.n), work.h, args.initial, args.starts, args.final, whole);
-  if (args.F && (segment.last || (of_F && segment.first))) work.n = -1;
+      segment_of<false>(OUTPUTS, shape, P, u32(work.n), work.h, args.initial, args.starts, args.final, whole);
+  if (!OUTPUTS && (segment.last || (of_F && segment.first))) work.n = -1;
   work.start = segment.tokens.start, work.tokens = work.n < 0 ? 0 : int(segment.tokens.stop - segment.tokens.start);
   Work keys = work;  // its head is that of q, k, a and b
   keys.h /= int(args.group);
@@ -175,7 +176,8 @@ __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const
     const auto copy = [&](auto& tile, const auto& rows, int width) {
       fetch(tile, rows, coord.head, coord.lane, token, tokens_left, width, bytes);
     };
-    copy(to.k, k_rows, K), copy(to.q, q_rows, K), copy(to.v, v_rows, of_F ? 0 : V);
+    copy(to.k, k_rows, K), copy(to.v, v_rows, of_F ? 0 : V);
+    if (OUTPUTS) copy(to.q, q_rows, K);
     if constexpr (Rule::channel_gates) copy(to.g, lane_rows(to.g, args.g, work, coord.lane), K);
     else gates.load(args.g, work, coord.lane, token);
     if constexpr (Rule::own_erasure) {
@@ -196,8 +198,9 @@ __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const
       float of_q = 1.f, of_k = 1.f;  // inverse lengths
       if (args.normalized) {
         float q[D], k[D];
-        in.q.load_row(q, i, coord.head), in.k.load_row(k, i, coord.head);
-        of_q = inverse_root(dot(q, q) + float(LEAST_SQUARE)), of_k = inverse_root(dot(k, k) + float(LEAST_SQUARE));
+        in.k.load_row(k, i, coord.head);
+        if (OUTPUTS) in.q.load_row(q, i, coord.head), of_q = inverse_root(dot(q, q) + float(LEAST_SQUARE));
+        of_k = inverse_root(dot(k, k) + float(LEAST_SQUARE));
       }
       s.factors[i][coord.head] = {decay, beta * of_k, beta * of_k * of_k, scale * of_q};
     }
@@ -213,16 +216,17 @@ __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const
     if constexpr (!Rule::own_erasure) put_factors(in);
     __syncwarp();  // decays and factors are in shared memory
     if (token + TOKENS < longest) fetch_step(s.stages[stage ^ 1], token + TOKENS);
-    Token<Rule, T, G, D> now, next;
+    Token<Rule, T, G, D, OUTPUTS> now, next;
     now.load(s, in, 0, coord);
 #pragma unroll 4
     for (int i = 0; i < TOKENS; ++i) {
       next.load(s, in, (i + 1) % TOKENS, coord);  // while the token before it is applied
-      in.o.put({now.apply(S, scale)}, i, coord.head, coord.lane);
+      const float o[1] = {now.apply(S, scale)};
+      if (OUTPUTS) in.o.put(o, i, coord.head, coord.lane);
       now = next;
     }
     __syncwarp();  // o is in shared memory; the step has been read, so that its stage may be filled again
-    if (!args.F) store(in.o, o_rows, coord.head, coord.lane, token, work.tokens - token, V, bytes);
+    if (OUTPUTS) store(in.o, o_rows, coord.head, coord.lane, token, work.tokens - token, V, bytes);
   }
   float* const to = of_F ? args.F + (work.n * shape.H + work.h) * K * width : segment.to;
   if (to) each_number([&](float& x, int, int place) { to[place] = x; });

@@ -328,14 +328,14 @@ class DeltaRecurrentForward(DeltaKernel):
 
 
 class DeltaSmallForward(DeltaKernel):
-    """The forward walk of heads with at most D channels and columns. A block, of one warp, has `heads` of them. A
-    launch computes o and final states, or what segments do to a state: `F`, and G in `starts`."""
+    """The forward walk of heads with at most D channels and columns. A block, of one warp, has `heads` of them."""
 
     file = "delta/small_forward"
     arguments = COMMON_ARGUMENTS + members("strided? o final, pointers? F")
     shared_memory = ("Shared<{rule}, {dtype}, {gate}, {D}>",)
     threads = 32
     D: int
+    outputs: bool = True  # False: the kernel computes instead what segments do to a state: `F`, and G in `starts`
 
     @property
     def heads(self):

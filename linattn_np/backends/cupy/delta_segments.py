@@ -317,6 +317,7 @@ class CutOfSmallHeads(SegmentCut):
     place of blocks."""
 
     TOKEN_TIMES = {8: (0.075, 0.019), 16: (0.115, 0.021)}  # of a rule with one write
+    WITHOUT_OUTPUTS = 0.75  # times as long
     GRADIENT_TIMES, SUMMARY_TIMES = (1.0, 0.3), (0.3, 0.1)  # of the same rule, whatever D is; of G' alone
     TWO_WRITES = 1.6  # times as long if a token writes twice, as in RWKV-7
     IN_WORDS = 2.0  # times as long alone if rows are no whole pieces of 16 bytes, and are not copied to such
@@ -352,7 +353,8 @@ class CutOfSmallHeads(SegmentCut):
         )
         if segments == 1:
             return time
-        time += walk_time(self.forward, forward_times, 2 * segments) + join_time(segments, K) + self.LAUNCHES_TIME
+        time += self.WITHOUT_OUTPUTS * walk_time(self.forward, forward_times, 2 * segments)
+        time += join_time(segments, K) + self.LAUNCHES_TIME
         if self.gradient:
             time += walk_time(self.backward, self.SUMMARY_TIMES, segments) + self.GRADIENTS_TIME
         return time
@@ -368,7 +370,7 @@ class CutOfSmallHeads(SegmentCut):
 
         if self.segments > 1:
             F, starts = memory_of_segments(draft, shape, 1 + self.gradient, FLOAT32)
-            launch(self.forward, 2 * states, read, F=F)
+            launch(replace(self.forward, outputs=False), 2 * states, read, F=F)
             if self.gradient:
                 launch(replace(self.backward, outputs=False), states, read | {"dh0": None})
             join_segments(draft, F, starts, self.segments)
