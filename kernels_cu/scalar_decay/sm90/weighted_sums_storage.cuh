@@ -77,7 +77,9 @@ template <class Pass, typename G> struct Args {
   Shape shape;
   float* decays;  // the decay over all chunks. Summary: [N, H, 2, K], the second row is 1; BothSummaries: [2, N, H, K]
   i64 segments;   // the segments into which each of the caller's sequences is cut
-  i64 computed;   // without outputs: how many of these are computed, from the first one of the direction on
+  // Without outputs: how many of these are computed, from the first one of the direction on. BothSummaries: fewer than
+  // all, since the last one has no next one to which it hands its state.
+  i64 computed;
   // Gated passes, both with one BK, to which the layer's K and V were rounded up: [stretches, BK / 16, BK / 16, 32],
   // bfloat16 states in the layout of lanes' registers
   uint4* stretch_states;

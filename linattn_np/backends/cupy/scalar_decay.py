@@ -318,12 +318,21 @@ class SumsForward(ForwardPass):
     def launch(self, kernel, spans, initial, final, *segment_args):
         """Launches the sum of o; `segment_args`: the last parameters of `launch_sums`, for summaries."""
         arrays, shape = (self.q, self.k, self.v, self.o), self.draft.shape(self.problem, spans)
-        sums = [weighted_sum(arrays, initial, final, output_scale=self.problem.scale, value_scale=1.0)]
+        sums = [weighted_sum(arrays, initial, final, output_scale=self.problem.scale)]
         launch_sums(self.draft, self.problem, kernel, sums, self.g, shape, self.problem.sizes["V"], *segment_args)
 
 
 def weighted_sum(
-    arrays, initial, final, *, output_scale, value_scale, partner=None, transposed=False, backwards=False, adds=False
+    arrays,
+    initial,
+    final,
+    *,
+    output_scale=1.0,
+    value_scale=1.0,
+    partner=None,
+    transposed=False,
+    backwards=False,
+    adds=False,
 ):
     """The members of the kernels' C++ struct `WeightedSum`: o = a sum of v weighted by decayed products of q with k.
 
@@ -444,10 +453,10 @@ def launch_gradient_sums(draft, backward, cut, dg=None):
         options = {"transposed": gradient != "dv", "adds": adds[gradient]}
         options["partner"] = read[gradient.removeprefix("d")] if computes_dg else None
         if gradient == "dq":
-            sums.append(weighted_sum(arrays, initial, final=None, output_scale=gla.scale, value_scale=1.0, **options))
+            sums.append(weighted_sum(arrays, initial, final=None, output_scale=gla.scale, **options))
         else:
             final, options["backwards"] = backward.dh0 if gradient == "dv" else None, True
-            sums.append(weighted_sum(arrays, dht, final, output_scale=1.0, value_scale=gla.scale, **options))
+            sums.append(weighted_sum(arrays, dht, final, value_scale=gla.scale, **options))
     gate_arrays = {}
     if computes_dg:
         gate_arrays = arrays_for_gate(draft, gla, hopper.shape, *cut.kernels) | ({"dg": dg} if dg else {})
@@ -462,14 +471,15 @@ class SumsBackward(gated_backward.HopperBackward):
     """The segments of sequences in a pullback by `WeightedSums`."""
 
     def launch_summaries(self, kernel, mapped, initial, dht, states, decays, g):
-        V, scale, final = self.problem.sizes["V"], self.problem.scale, {"output_scale": 1.0}
+        problem, V = self.problem, self.problem.sizes["V"]
         k, v, q, do = (mapped[name] for name in ("k", "v", "q", "do_"))
-        sums = [
-            weighted_sum((k, k, v, v), initial, states[0], value_scale=1.0, **final),  # o and its q are not used
-            weighted_sum((q, q, do, do), dht, states[1], value_scale=scale, backwards=True, **final),
+        sums = [  # without o, and without q for it: any arrays take their places
+            weighted_sum((k, k, v, v), initial, states[0]),
+            weighted_sum((q, q, do, do), dht, states[1], value_scale=problem.scale, backwards=True),
         ]
-        segments = {"segments": self.P, "computed": self.P - 1}
-        launch_sums(self.draft, self.problem, kernel, sums, g, self.shape, V, decays=decays, **segments)
+        launch_sums(
+            self.draft, problem, kernel, sums, g, self.shape, V, decays=decays, segments=self.P, computed=self.P - 1
+        )
 
 
 def arrays_for_gate(draft, gla, shape, dq_kernel, dk_dv_kernel):
