@@ -295,8 +295,8 @@ def under_scalar_decay(
     return gradients, wanted, limit_of_dg
 
 
-# Of dq, dk, dv and dh0: at most three roundings to bfloat16, of 1.67e-3 each, meet in a number: that of a decayed value,
-# of the state that it has been added to, and of the result. A number that is a sum of scores has two.
+# Of dq, dk, dv and dh0: at most three roundings to bfloat16, of 1.67e-3 each, meet in a number: of a decayed value, of
+# the state to which it has been added, and of the result. A number that comes from scores has two.
 SUMS = 3e-3
 # The same on other cards for a gate without a gradient, by GLA's kernels: decayed queries and keys are bfloat16, too
 SUMS_OF_CHANNELS = LIMITS["bfloat16"][0]
