@@ -38,8 +38,9 @@
 //   max_nan            the larger number, or NaN if the first is NaN; max_nan<G>: of both numbers of a register
 //   low, high          the two bfloat16 numbers of a register as floats; remainder_of: their rounding errors
 //   cut_off            a float32 without its last 13 bits
-//   opaque             x, computed anew from there on: no register keeps what depends on it. Whether that or
-//                      in_register (below) spares registers only a compilation tells (SPILLED in test_compile)
+//   opaque             x, of an origin that the compiler does not see: what depends on x is computed again after this
+//                      call, and no register keeps it from before. Whether that or in_register (below) spares
+//                      registers only a compilation tells (SPILLED in test_compile)
 #include "ptx.cuh"
 #include "read_order.cuh"
 #include "tf32.cuh"
@@ -456,7 +457,8 @@ __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return
 // x rounded to tf32, as dA and, in backward_keys.cu, the scores A are stored.
 __device__ __forceinline__ float rounded_to_tf32(float x) { return __uint_as_float(to_tf32(x)); }
 // RWKV-6: scale do_i . v_i of a token. Those of sub-chunk n are side by side in row n of Pairs, where pair_index puts
-// keys 24 to 31 of query n: they are after the query and in no pair. So none may store zeros for these keys there.
+// keys 24 to 31 of query n: they are after the query and in no pair. So no function may store zeros for keys 24 to 31
+// of queries 0 to 3.
 __device__ __forceinline__ constexpr int self_weight_index(int n) {
   return n * CHUNK + (CHUNK - SUB_CHUNK ^ n * SUB_CHUNK);
 }
