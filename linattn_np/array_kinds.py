@@ -13,7 +13,9 @@ from .cupy_folder import folder_for_cupy
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16)) + (BFLOAT16,)  # that operators accept
 
-DEVICE_ARRAY_TYPES: list[type] = []  # CuPy's ndarray, once `device_array_types` has found that CuPy is imported
+# CuPy's ndarray, once `device_array_types` has found that CuPy is imported: `signature`, which every call needs several
+# times, then looks no further.
+DEVICE_ARRAY_TYPES: list[type] = []
 
 _DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged

@@ -225,6 +225,7 @@ class Watch:
         message = index, rounds % 255 + 1  # the value differs from that of the last round
         self.count += 1
         self.waits_since()  # removes messages that have arrived from `under_way`
+        assert len(self.under_way) < FLAGS  # else a flag would serve two of them
         self.under_way.append((message, time.monotonic()))
         self.start()
         return message
