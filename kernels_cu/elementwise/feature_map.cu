@@ -2,7 +2,7 @@
 //           the map (feature.cuh).
 // math      y = phi(x):  x,  elu(x) + 1,  max(x, 0)  or  exp(x)
 // shapes    x y [B, H, T, C]; a stride of x may be 0: x is then repeated along that axis
-// grid      a thread for every PIECE neighbouring numbers of y, or for every number if `vectors` is 0
+// grid      a thread for every PIECE neighbouring channels, or every channel if `vectors` is 0, of TOKENS tokens of y
 // numerics  float32, for float64 data float64
 // source    Katharopoulos et al., 2020, section 3.2.1
 // limits    `step` is 0 or 1
@@ -20,21 +20,32 @@ template <typename T, typename Y> struct Args {
   i64 vectors;      // whether all rows start on 16 bytes and are multiples of 16 bytes
 };
 
-// Maps N neighbouring channels of a row, those of this thread.
+constexpr int TOKENS = 4;  // neighbouring tokens of a thread, which divides once for all of them
+
+// Maps N neighbouring channels of TOKENS tokens, those of this thread.
 template <class Phi, int N, typename T, typename Y> __device__ __forceinline__ void map_piece(const Args<T, Y>& args) {
-  const i64 across = args.C / N, index = i64(blockIdx.x) * blockDim.x + threadIdx.x, row = index / across;
-  const i64 c = index % across * N, t = row % args.T_, h = row / args.T_ % args.H, b = row / args.T_ / args.H;
+  const i64 across = args.C / N, groups = (args.T_ + TOKENS - 1) / TOKENS;
+  const i64 index = i64(blockIdx.x) * blockDim.x + threadIdx.x, group = index / across, head = group / groups;
+  const i64 c = index % across * N, t = group % groups * TOKENS, h = head % args.H, b = head / args.H;
   if (b >= args.B) return;
-  const T* from = args.x.row(b, h, t);
-  Piece<T, N> x;
-  if (args.step) x = *reinterpret_cast<const Piece<T, N>*>(from + c);
-  else
+  Piece<T, N> x[TOKENS];
 #pragma unroll
-    for (int i = 0; i < N; ++i) x.x[i] = *from;
-  Piece<Y, N> y;
+  for (int n = 0; n < TOKENS; ++n) {
+    if (t + n >= args.T_) break;
+    const T* from = args.x.row(b, h, t + n);
+    if (args.step) x[n] = *reinterpret_cast<const Piece<T, N>*>(from + c);
+    else
 #pragma unroll
-  for (int i = 0; i < N; ++i) y.x[i] = narrowed<Y>(Phi::value(widened(x.x[i])));
-  *reinterpret_cast<Piece<Y, N>*>(args.y.row(b, h, t) + c) = y;
+      for (int i = 0; i < N; ++i) x[n].x[i] = *from;
+  }
+#pragma unroll
+  for (int n = 0; n < TOKENS; ++n) {
+    if (t + n >= args.T_) break;
+    Piece<Y, N> y;
+#pragma unroll
+    for (int i = 0; i < N; ++i) y.x[i] = narrowed<Y>(Phi::value(widened(x[n].x[i])));
+    *reinterpret_cast<Piece<Y, N>*>(args.y.row(b, h, t + n) + c) = y;
+  }
 }
 
 template <class Phi, typename T, typename Y>

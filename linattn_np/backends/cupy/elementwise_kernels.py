@@ -23,17 +23,25 @@ MANY_ARRAYS = 1024  # so many are summed in two launches
 
 class FeatureMap(Kernel):
     """y = phi(x), of C channels. With `step` = 0, every channel of y is computed from the first one of x; else `step`
-    is 1. With `vectors` = 1, a thread computes PIECE neighbouring channels: rows of y, and of x if `step` is 1, must
-    then allow 16-byte copies."""
+    is 1. With `vectors` = 1, a thread computes PIECE neighbouring channels of its TOKENS tokens: rows of y, and of x if
+    `step` is 1, must then allow 16-byte copies."""
 
     file = "elementwise/feature_map"
     arguments = members("strided x y, int64s B H T_ C step vectors")
     threads = 256
     PIECE: ClassVar[int] = 8
-    constants = (("PIECE", "PIECE"),)
+    TOKENS: ClassVar[int] = 4
+    constants = (("PIECE", "PIECE"), ("TOKENS", "TOKENS"))
     phi: str
     dtype: np.dtype  # of x
     result: np.dtype  # of y
+
+    def launch(self, draft, x, y, step, vectors, reason=""):
+        """Launches it for arrays [B, H, T, C]."""
+        B, H, T, C = y.shape
+        threads = B * H * ceil_div(T, self.TOKENS) * C // (self.PIECE if vectors else 1)
+        sizes = {"B": B, "H": H, "T_": T, "C": C}
+        draft.launch(self, ceil_div(threads, self.threads), reason, x=x, y=y, **sizes, step=step, vectors=vectors)
 
 
 class FeatureGradient(Kernel):
@@ -49,11 +57,13 @@ class FeatureGradient(Kernel):
 
 class GateGradient(Kernel):
     """dg [B, H, T, 1] of a gate that C channels share: the sum of `dg_channels` [B, H, T, C] over the channels. So many
-    `lanes` of a warp as `lanes` returns add those of a token."""
+    `lanes` of a warp as `lanes` returns add those of TOKENS tokens."""
 
     file = "elementwise/gate_gradient"
     arguments = members("strided dg_channels dg, int64s B H T_ C lanes")
     threads = 128
+    TOKENS: ClassVar[int] = 4
+    constants = (("TOKENS", "TOKENS"),)
     LANE_CHANNELS: ClassVar[int] = 4  # that each lane adds, more only if the whole warp has too few lanes
     dtype: np.dtype  # of dg
 

@@ -129,9 +129,8 @@ class StateLaunches:
         if gate is None:
             return self.draft.table(np.ones((1, 1, 1, 1)))
         decays, kernel = self.draft.empty(gate.shape, DOUBLE), FeatureMap("Exp", DOUBLE, DOUBLE)
-        sizes = dict(zip(("B", "H", "T_", "C"), gate.shape))
-        # step=1: a gate for every channel of `decays`; vectors=0: a thread computes one number
-        self.draft.launch(kernel, ceil_div(gate.size, kernel.threads), x=gate, y=decays, **sizes, step=1, vectors=0)
+        # step=1: a gate for every channel of `decays`; vectors=0: a thread computes one channel
+        kernel.launch(self.draft, gate, decays, step=1, vectors=0)
         return decays
 
     def launch(self, kernel_class, transposed, *, z, chunk_starts, states, **args):

@@ -240,7 +240,7 @@ def gradient_of_gate(draft, problem, dg):
     else:
         kernel, lanes = GateGradient(result.dtype), GateGradient.lanes(dg.shape[-1])
         arrays = {"dg_channels": dg, "dg": result[..., None]}
-        launch_by_tokens(draft, problem, kernel, lanes, **arrays, C=dg.shape[-1], lanes=lanes)
+        launch_by_tokens(draft, problem, kernel, lanes, kernel.TOKENS, **arrays, C=dg.shape[-1], lanes=lanes)
     return result
 
 
@@ -253,19 +253,17 @@ def feature_gradient(draft, phi, x, dy, name):
     return dx
 
 
-def launch_by_tokens(draft, problem, kernel, threads, **args):
-    """Launches a kernel with so many threads for each token of each head."""
+def launch_by_tokens(draft, problem, kernel, threads, tokens=1, /, **args):
+    """Launches a kernel with so many threads for so many neighbouring tokens of each head."""
     B, H, T = problem.shape("B H T")
-    draft.launch(kernel, ceil_div(threads * B * H * T, kernel.threads), **args, B=B, H=H, T_=T)
+    draft.launch(kernel, ceil_div(threads * B * H * ceil_div(T, tokens), kernel.threads), **args, B=B, H=H, T_=T)
 
 
 def launch_feature_map(draft, x, y, phi, reason=""):
     """Launches y = phi(x), or y = x if phi is None; `x` is repeated along axes of size 1. `reason`: why x is copied."""
     step, kernel = int(x.shape[-1] > 1), FeatureMap(FEATURE_MAPS[phi], x.dtype, y.dtype)
     vectors = y.shape[-1] % kernel.PIECE == 0 and aligned16(y) and (not step or aligned16(x))
-    threads = y.size // (kernel.PIECE if vectors else 1)
-    sizes = dict(zip(("B", "H", "T_", "C"), y.shape))
-    draft.launch(kernel, ceil_div(threads, kernel.threads), reason, x=x, y=y, **sizes, step=step, vectors=int(vectors))
+    kernel.launch(draft, x, y, step, int(vectors), reason)
 
 
 # -- forward on Hopper -------------------------------------------------------------------------------------------------
