@@ -41,7 +41,7 @@ __device__ __noinline__ float score_of_pair(const T* q, const T* k, const G* g, 
   const int gates = pair.query - pair.key - ReadOrder::reads_before_write;
   q += pair.query * q_stride, k += pair.key * k_stride, g += (pair.key + 1) * g_stride;
   float sum = 0.f;
-#pragma unroll 1
+#pragma unroll 2
   for (int c = 0; c < channels; ++c) {
     float between = 0.f;  // nats
     const G* gate = g + c;

@@ -66,6 +66,7 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   Stored starts[CHUNK * LD<Stored, CHANNELS>];  // [64, 32]
   Stored ends[CHUNK * LD<Stored, CHANNELS>];
   float self_products[WARPS][CHUNK];  // the diagonal, over each warp's channels
+  bool grows[NUM_SUBCHUNKS];          // whether a gate of the sub-chunk exceeds GROWTH
 };
 
 // T: the type of q and k; G: that of g. PRODUCTS: tf32 products for each product of float32, 1 or 3. 4 or 2: the blocks
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   ChunkScores scores(warp);
   float2 self_products[NUM_SUBCHUNKS] = {};  // products of tokens with themselves, over this lane's channels
   const int channel_parts = int((shape.K + CHANNELS - 1) / CHANNELS);
-  float largest = 0.f;  // of the gates
+  if (threadIdx.x < NUM_SUBCHUNKS) s.grows[threadIdx.x] = false;
   fetch(0);
   cp_async_commit();
 #pragma unroll 1
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
         if (m % 4 == 0) load(gates, s.g, m, LD<G, CHANNELS>);
         sub_chunk_decays[m] = decay_over_subchunk(gates[m % 4]);
-        largest = max_nan(gates[m % 4].x, max_nan(gates[m % 4].y, largest));
+        if (!(max_nan(gates[m % 4].x, gates[m % 4].y) <= GROWTH)) s.grows[m] = true;
       }
       const i64 channel = n * CHANNELS + warp_channel + g;
       if (t == 0 && channel < width)
@@ -189,21 +190,21 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   put(scores.diagonal, warp, warp);
   put(scores.border32, scores.half_row, scores.half_column);
   if (warp < 2) put(scores.border16, scores.quarter + 1, scores.quarter);
-  // This barrier is also a vote. s.self_products of all warps are stored, and so are the scores that are replaced.
-  const bool grows = __syncthreads_or(!(largest <= GROWTH));
-  if (grows) {  // replaces the scores of this warp's two sub-chunks; lane n computes the n-th of 28 pairs
+  __syncthreads();  // s.self_products and s.grows of all warps are stored, and so are the scores that are replaced
+  bool grows = false;
 #pragma unroll 1
-    for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
-      // rows: 0 or less if the sub-chunk is after the sequence's end; then score_of_pair reads nothing and returns 0.
-      const i64 first_token = span.start + SUB_CHUNK * n, rows = min(i64(SUB_CHUNK), span.stop - first_token);
-      const float score = score_of_pair<AfterWrite>(args.q.row(b, h, first_token), args.k.row(b, h, first_token),
-                                                    args.g.row(b, h, first_token), args.q.token_stride,
-                                                    args.k.token_stride, args.g.token_stride, int(rows), int(shape.K));
-      const TokenPair pair = pair_of(lane);
-      Stored* to =
-          args.scores + chunk * (CHUNK * CHUNK) + (SUB_CHUNK * n + pair.query) * CHUNK + SUB_CHUNK * n + pair.key;
-      if (lane < PAIRS) *to = from_float<Stored>(NEAR_SCALE * STORED_SCORE<M> * scale * score);
-    }
+  for (int n = 0; n < NUM_SUBCHUNKS; ++n) {  // a warp replaces those of its two sub-chunks that grow
+    grows = grows || s.grows[n];
+    if (n / 2 != warp || !s.grows[n]) continue;
+    // rows: 0 or less if the sub-chunk is after the sequence's end; then score_of_pair reads nothing and returns 0.
+    const i64 first_token = span.start + SUB_CHUNK * n, rows = min(i64(SUB_CHUNK), span.stop - first_token);
+    const float score = score_of_pair<AfterWrite>(args.q.row(b, h, first_token), args.k.row(b, h, first_token),
+                                                  args.g.row(b, h, first_token), args.q.token_stride,
+                                                  args.k.token_stride, args.g.token_stride, int(rows), int(shape.K));
+    const TokenPair pair = pair_of(lane);  // lane n computes the n-th of 28 pairs
+    Stored* to =
+        args.scores + chunk * (CHUNK * CHUNK) + (SUB_CHUNK * n + pair.query) * CHUNK + SUB_CHUNK * n + pair.key;
+    if (lane < PAIRS) *to = from_float<Stored>(NEAR_SCALE * STORED_SCORE<M> * scale * score);
   }
   if (warp == 0) {
     const Tokens<G> gates = tokens_at(args.g, b, h, span.start, 0);

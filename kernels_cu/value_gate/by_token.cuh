@@ -34,7 +34,7 @@ template <typename G> __device__ __forceinline__ float growth_of(Tokens<G> gates
 #pragma unroll 1
   for (int c = threadIdx.x & 31; c < width; c += 32) {
     float sum = 0.f;
-#pragma unroll 1
+#pragma unroll 8
     for (int i = 0; i < rows; ++i) sum += fmaxf(gates.at(i, c, width), 0.f);
     largest = fmaxf(largest, sum);
   }
