@@ -439,7 +439,9 @@ def portable_forward_cut(problem, device):
         cut = cut_that_fills(problem, device, PORTABLE, kernel, summary, shortest=shortest)
         if N * H * kernel.grid(V) * cut.segments <= device.multiprocessors:
             break
-    return cut
+    # Two segments put a second block on each multiprocessor, which then takes almost twice as long
+    halves = split and tf32_products(problem) == 3 and cut.segments == 2
+    return cut_into(problem, device, PORTABLE, kernel, summary, 1) if halves else cut
 
 
 def tiles_at_once(summary, K) -> int:
