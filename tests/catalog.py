@@ -96,8 +96,8 @@ def on_every_card():
     for tiles in range(2, gated.GatedWideForward.MOST_TILES + 1):
         yield gated.GatedWideForward(BFLOAT16, tiles)
     for width in (1, 4):
-        yield gated.ScanSegments(width)
-    yield gated.ScanBothWays()
+        yield from (gated.ScanSegments(width, grouped) for grouped in (False, True))
+    yield from (gated.ScanBothWays(grouped) for grouped in (False, True))
     yield Message()
 
 

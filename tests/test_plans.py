@@ -40,8 +40,8 @@ def test_importing_the_backend_does_not_import_cupy():
 
 # -- instances ---------------------------------------------------------------------------------------------------------
 def test_an_instance_spells_its_fields():
-    assert gated_kernels.ScanBothWays().expression == "gated_scan_both_ways"
-    assert gated_kernels.ScanSegments(4).expression == "gated_scan_segments<4>"
+    assert gated_kernels.ScanBothWays(True).expression == "gated_scan_both_ways<true>"
+    assert gated_kernels.ScanSegments(4, False).expression == "gated_scan_segments<4, false>"
     step = rwkv6_model_kernels.DecodeFew(BFLOAT16, SINGLE, 8)
     assert step.expression == "rwkv6_decode_few<bf16, float, 8>"
     assert stages.GatedQk("AfterWrite", SINGLE).expression == "stages_gated_qk<AfterWrite, float>"
@@ -131,7 +131,7 @@ def test_a_declaration_names_kinds_and_members():
 
 
 def test_members_that_may_be_null_can_be_left_out():
-    scan = gated_kernels.ScanSegments(1)
+    scan = gated_kernels.ScanSegments(1, False)
     given = dict.fromkeys(("states", "decays", "starts", *"PRHKV", "BV"), 1)
     assert scan.complete(given) == given | {"column_decays": None, "initial": None, "final": None}
 

@@ -27,7 +27,7 @@ def cut(monkeypatch):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("P", [1, 2, 5])
+@pytest.mark.parametrize("P", [1, 2, 5, 20])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("gate", ["trained", "some-inf", "by_channel", "positive"])
 @pytest.mark.parametrize("H", [1, 3, 9])
@@ -52,7 +52,7 @@ def test_forward(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, packed,
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("P", [1, 2, 5])
+@pytest.mark.parametrize("P", [1, 2, 5, 20])
 @pytest.mark.parametrize("lengths", [(), (0, 5, 100, 33, 0, 74)], ids=["dense", "packed"])
 @pytest.mark.parametrize("gate", ["trained", "some-inf", "by_channel", "positive"])
 @pytest.mark.parametrize("H", [1, 3, 17])
@@ -84,7 +84,7 @@ def test_gradients(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, lengt
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("P", [1, 2, 5])
+@pytest.mark.parametrize("P", [1, 2, 5, 20])
 @pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["dense", "packed"])
 @pytest.mark.parametrize(
     "regimes", [("trained", "weak"), ("some-inf", "spikes-40"), ("by_channel", "some-inf"), ("weak", "positive")]

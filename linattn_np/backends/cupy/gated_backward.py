@@ -218,7 +218,7 @@ def scan_both_ways(draft, problem, states, decays, P, only_backwards=False, colu
     first it writes to states[0] the state at each segment's start (not if `only_backwards`), and to states[1] the
     state's gradient at its end. So many neighbouring `columns` share `decays`: None for all."""
     N, H, K, V = problem.shape("N H K V")
-    scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "BV": columns or V}
+    scan, sizes = ScanBothWays.fitting(K, V, P), {"N": N, "P": P, "H": H, "K": K, "V": V, "BV": columns or V}
     assert V % scan.COLUMNS == 0 and sizes["BV"] % scan.COLUMNS == 0  # as rows are whole pieces of 16 bytes
     sizes["only_backwards"] = only_backwards
     # `states` is overwritten

@@ -131,9 +131,10 @@ class ForwardPass:
         """Launches the scan of the summaries, from the states `initial`. Returns the states [N * P, H, K, V] at the
         segments' starts. The scan also writes the sequences' last states to `final` unless it is None."""
         (N, H, K, V), P = self.problem.shape("N H K V"), self.cut.segments
-        starts, scan = self.draft.empty((N * P, H, K, V), FLOAT32), ScanSegments.fitting(V)
+        starts, R = self.draft.empty((N * P, H, K, V), FLOAT32), summaries[0].shape[0] // (N * P)
+        scan = ScanSegments.fitting(K, V, P * R)
         arrays = dict(zip(("states", "decays", "column_decays"), summaries)) | {"initial": initial, "final": final}
-        sizes = {"P": P, "R": summaries[0].shape[0] // (N * P), "H": H, "K": K, "V": V}
+        sizes = {"P": P, "R": R, "H": H, "K": K, "V": V}
         sizes["BV"] = columns_of_decays(self.cut.summary, V)
         blocks = N * H * ceil_div(K * V, scan.width * scan.threads)
         self.draft.launch(scan, blocks, **arrays, starts=starts, **sizes)

@@ -263,12 +263,16 @@ class ScanSegments(Kernel):
     arguments = members(
         "pointers states decays, pointers? column_decays initial, pointers starts, pointers? final, int64s P R H K V BV"
     )
+    shared_memory = ("Shared<{width}>",)
     threads = 256
+    MANY: ClassVar[int] = 16  # parts, up to which one thread loads them in two rounds
     width: int  # neighbouring columns per thread
+    grouped: bool  # whether a block's threads share the parts
 
     @classmethod
-    def fitting(cls, V):
-        return cls(1 if V % 4 else 4)
+    def fitting(cls, K, V, parts):
+        width = 1 if V % 4 else 4
+        return cls(width, parts > cls.MANY and ceil_div(K * V, width) <= cls.threads // 2)
 
 
 class ScanBothWays(Kernel):
@@ -277,10 +281,16 @@ class ScanBothWays(Kernel):
     neighbouring columns, of which V must be a multiple."""
 
     file = "gated/scan_both_ways"
+    shared_memory = ("Shared",)
     arguments = members("pointers states decays, pointers? column_decays, int64s N P H K V BV only_backwards")
     threads = 256
     COLUMNS: ClassVar[int] = 4
     constants = (("COLUMNS", "COLUMNS"),)
+    grouped: bool
+
+    @classmethod
+    def fitting(cls, K, V, P):
+        return cls(P > ScanSegments.MANY and K * V // cls.COLUMNS <= cls.threads // 2)
 
 
 def columns_of_decays(summary, V):
