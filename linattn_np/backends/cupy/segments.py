@@ -73,6 +73,7 @@ COST_TOLERANCE = 1.01  # costs up to so many times the least one count as equal:
 # Heads of at most 16 channels and columns.
 # The least tokens of all heads, in whole chunks, for which their own kernels are faster
 SMALL_TOKENS, SMALL_TOKENS_ON_HOPPER = 1 << 15, 1 << 17
+SMALLEST_TOKENS_ON_HOPPER = 3 << 14  # those of at most 8 channels and columns
 SMALL_SPARED = 128  # sequences are cut if that spares each block so many tokens: the time of the two launches it adds
 # Summarising and joining so many heads' segments, even empty ones, takes as long as one token of both walks.
 SMALL_JOINED = 133
@@ -182,11 +183,22 @@ def has_hoppers_kernels(problem, device) -> bool:
 
 def are_small(problem, device) -> bool:
     """Whether a problem is computed by the kernels for small heads, of which a warp computes several. Other kernels
-    take a chunk's time for the tokens of a sequence's last chunk, however few."""
-    (B, H, K, V), hopper = problem.shape("B H K V"), has_hoppers_kernels(problem, device)
-    least = SMALL_TOKENS_ON_HOPPER if hopper and "gv" not in problem.arrays else SMALL_TOKENS
+    take a chunk's time for the tokens of a sequence's last chunk, however few.
+
+    Microseconds on an H200 in half precision, by Hopper's kernels and by these; pullbacks: 7 sequences of 7,728 tokens,
+    one channel and column 53, 50; 95, 65. 8 heads of 8,192 tokens, 8 of both 38, 32; 72, 36.
+    """
+    widest, least = max(problem.shape("K V")), SMALL_TOKENS
+    if has_hoppers_kernels(problem, device) and "gv" not in problem.arrays:
+        smallest = widest <= SMALL_SIZES[0]
+        least = min(SMALL_TOKENS_ON_HOPPER, SMALLEST_TOKENS_ON_HOPPER) if smallest else SMALL_TOKENS_ON_HOPPER
+    return widest <= SMALL_SIZES[-1] and tokens_in_chunks(problem) >= least
+
+
+def tokens_in_chunks(problem) -> int:
+    """The tokens of all heads, in whole chunks."""
     chunk = GatedForwardSm90.CHUNK
-    return max(K, V) <= SMALL_SIZES[-1] and B * H * chunk * problem.spans.chunk_bounds(chunk)[-1] >= least
+    return problem.sizes["B"] * problem.sizes["H"] * chunk * problem.spans.chunk_bounds(chunk)[-1]
 
 
 def takes_short_backward(problem, tile) -> bool:
@@ -254,7 +266,7 @@ def fits_hoppers_forward(problem, device, arrays) -> bool:
     return fits and not are_many_short(problem, device)
 
 
-def takes_small_heads(problem, device) -> bool:
+def takes_small_heads(problem) -> bool:
     """Whether a call under a gate that channels share, or its pullback if that has a gradient of the gate, is computed
     by the kernels for small heads, which read a copy of the gate for every channel.
 
@@ -262,7 +274,7 @@ def takes_small_heads(problem, device) -> bool:
     tokens, 2 channels and columns 1,318, 560; 256 of 4,096 tokens, 16 of both 113, 167; of 8 of both 121, 108, its
     pullback 415, 229.
     """
-    return are_small(problem, device) and max(problem.shape("K V")) <= SMALL_SIZES[0]
+    return max(problem.shape("K V")) <= SMALL_SIZES[0] and tokens_in_chunks(problem) >= SMALL_TOKENS_ON_HOPPER
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
@@ -826,7 +838,7 @@ def scalar_forward_cut(problem, device, only_summary=False) -> ForwardCut:
     """How the forward pass is computed for a gate [B, H, T, 1]: by Hopper's kernels, which read it as it is; or (the
     way PORTABLE) as `forward_cut` says, with a copy of the gate for every channel. `only_summary`: whether no o is
     computed but a summary, which is never made of padded copies."""
-    arrays, small = [problem[name] for name in "qkv"], takes_small_heads(problem, device)
+    arrays, small = [problem[name] for name in "qkv"], takes_small_heads(problem)
     if problem.mode != "chunk":
         return ForwardCut(PORTABLE)
     only_copies_fit = not small and only_copies_fit_hopper(problem, device, arrays)
@@ -863,7 +875,7 @@ def scalar_backward_cut(problem, device, do=None, summarised=False) -> BackwardC
     if do is not None and load_slowly([*arrays, do], LEAST_PIECE_BACKWARD) and not reads_any_rows:
         return BackwardCut(COPIED, device)
     fits = problem.dtype == BFLOAT16 and fits_hopper(problem, device, arrays)
-    if not fits or has_own_gates(problem) and takes_small_heads(problem, device):
+    if not fits or has_own_gates(problem) and takes_small_heads(problem):
         return BackwardCut(PORTABLE, device)
     if fits_a_tile(problem):
         return sums_backward_cut(problem, device, summarised)
