@@ -175,6 +175,8 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
   }
 
   const int chunks = int((work.span.stop - work.span.start + CHUNK - 1) / CHUNK), steps = CHUNK / STEP * chunks;
+  // The steps whose tokens count: nobody wants the state behind the last chunk but summaries and dh0.
+  const int read = summarises || backwards && args.dh0 ? steps : steps - CHUNK / STEP;
   // The first token in time of a step of the walk. A chunk of 64 tokens has two steps.
   const auto token_of = [&](int step) { return work.span.start + STEP * (backwards ? steps - 1 - step : step); };
   // Start copying a step's gates, or all its inputs; `fetch` also commits a group of copies, an empty one if there is
@@ -184,7 +186,7 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
                            work.k_tile * TILE, K);
   };
   const auto fetch = [&](int step) {
-    if (step < steps) {
+    if (step < read) {
       Stage<T, G, BV>& in = s.stages[step % STAGES];
       const i64 token = token_of(step), stop = work.span.stop;
       fetch_gates(step, step % STAGES);
@@ -214,6 +216,7 @@ __device__ __forceinline__ bool walk(Shared<T, G, BV>& s, const Args<T, G>& args
                                                                               work.h - args.first, chunk, work.k_tile,
                                                                               work.v_tile * (BV / TILE));
       store_in_tiles(to, S, work.v_tile * BV + TILE < V);
+      if (step >= read) break;
     }
     const Stage<T, G, BV>& in = s.stages[step % STAGES];
     // Of the lane's two tokens of each sub-chunk: the decays to its end, or backwards from its start; and by octet the

@@ -116,12 +116,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     each_number(S, channel, column, K, V, [&](float& x, i64 index) { x = given[state_offset + index]; });
 
   const int chunks = int((span.stop - span.start + CHUNK - 1) / CHUNK), steps = STEPS * chunks;
+  const int read = backwards && args.dh0 ? steps : steps - STEPS;  // nobody else wants the state behind the last chunk
   const i64 first_chunk = chunks_of(shape, sequence % shape.row_sequences).start;
   // A step is 32 tokens, in the order of the walk. chunk_of: its chunk in the batch row. `fetch` starts to copy its
   // tokens to stage step % STAGES, and commits a group of copies also if there is no such step.
   const auto chunk_of = [&](int step) { return first_chunk + (backwards ? chunks - 1 - step / STEPS : step / STEPS); };
   const auto fetch = [&](int step) {
-    if (step < steps) {
+    if (step < read) {
       Stage<Stored>& in = s.stages[step % STAGES];
       const i64 token = span.start + STEP * (backwards ? steps - 1 - step : step), stop = span.stop;
       const i64 width[2] = {padded_width(K), padded_width(V)};
@@ -152,6 +153,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       Stored* to = static_cast<Stored*>(args.chunk_states) +
                    state_tile_index(shape, heads, backwards, batch, head, chunk_of(step), k_tile, v_tile);
       store_in_tiles(to, S, false);
+      if (step >= read) break;
       const i64 chunk = chunk_of_launch(shape, heads, batch, head, chunk_of(step));
       by_token = args.channel_growth[chunk] + args.column_growth[chunk] > BY_CHUNK;
       if (by_token) {

@@ -144,11 +144,15 @@ def launch_portable(draft, backward, cut):
     group = heads_at_once(H, elements_per_head * states.stored.itemsize, sum(x.nbytes for x in backward.inputs))
     # at least one number, as the kernel computes summaries instead if `chunk_states` is null
     chunk_states = draft.empty((max(1, group * elements_per_head),), states.stored)
+    all_zero = initial is None and dht is None and problem.spans.longest <= states.CHUNK
+    if all_zero:
+        draft.fill(chunk_states)
     for first in range(0, H, group):
         heads = min(group, H - first)
         chunks = B * shape.NC * heads
         group_args = common | {"chunk_states": chunk_states, "first": first, "heads": heads}
-        draft.launch(states, heads * blocks, **read, **group_args, P=P, initial=initial, dht=dht, dh0=backward.dh0)
+        if not all_zero:
+            draft.launch(states, heads * blocks, **read, **group_args, P=P, initial=initial, dht=dht, dh0=backward.dh0)
         channel_arrays = {"dq": dq, "dk": dk, "dg": dg, "u": u, "partial_du": partial_du}
         draft.launch(channels, chunks * ceil_div(K, channels.TILE), **read, **group_args, **channel_arrays)
         without_v = {name: x for name, x in read.items() if name != "v"}

@@ -230,6 +230,9 @@ def launch_gradients(draft, backward, cut):
     input_bytes = sum(x.nbytes for x in backward.inputs)
     heads = gated_backward.heads_at_once(H, elements_per_head * kernel.stored.itemsize, input_bytes)
     chunk_states = draft.empty((max(1, heads * elements_per_head),), kernel.stored)
+    all_zero = problem.initial_state is None and backward.dht is None and problem.spans.longest <= kernel.CHUNK
+    if all_zero:
+        draft.fill(chunk_states)
     states = {"initial": draft.initial(problem), "dht": backward.dht, "dh0": backward.dh0, "chunk_states": chunk_states}
     between_chunks = ValueGateBackwardStates(kernel.dtype, kernel.gate, kernel.products)
     dq, dk, dv, dg, dgv = backward.gradients
@@ -246,7 +249,8 @@ def launch_gradients(draft, backward, cut):
         read |= {"channel_growth": keys.growth, "column_growth": values.growth}
         read |= {"given_q": q, "given_k": k, "given_v": v, "given_do": do, "g": g, "gv": gv}
         common = {"shape": keys.shape, "scale": problem.scale} | group
-        draft.launch(between_chunks, 2 * N * group["heads"] * tiles, **read, **states, **common)
+        if not all_zero:
+            draft.launch(between_chunks, 2 * N * group["heads"] * tiles, **read, **states, **common)
         keys.launch_gradients(blocks, values, chunk_states=chunk_states, **group)
         values.launch_gradients(blocks, keys, chunk_states=chunk_states, **group)
     return kernel.tiles, None
