@@ -39,8 +39,3 @@ class Cache:
             self.kept[key] = [value, nbytes, False]
             self.bytes += nbytes
             return value
-
-    def clear(self):
-        with self.lock:
-            self.kept.clear()
-            self.bytes = 0
