@@ -239,6 +239,26 @@ def test_strided_arrays(backend, mode, rng):
         assert_close("gradient", backend.tohost(x), y, SINGLE, factor=10)
 
 
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_results_at_odd_addresses(backend, op, rng):
+    """`out` and do have rows that do not start on 16 bytes, though the inputs' do."""
+    case = Case(op, T=40, K=20, V=20)
+    arrays, start, do, _ = case.drawn(rng)
+    wanted, _, exact = exact_vjp(case.function, arrays, do, initial_state=start)
+
+    def at_odd_addresses(x):
+        wide = np.full((*x.shape[:-1], x.shape[-1] + 3), np.nan, x.dtype)
+        wide[..., 3:] = x
+        return backend.asarray(wide)[..., 3:]
+
+    given, options = [backend.asarray(x) for x in arrays], {"mode": "chunk", "initial_state": backend.asarray(start)}
+    o = backend.run(case.function, *given, out=at_odd_addresses(np.full_like(do, np.nan)), **options)
+    assert_close("o", backend.tohost(o), wanted, SINGLE)
+    _, pull = backend.run(vjp, case.function, *given, **options)
+    for x, y in zip(pull(at_odd_addresses(do)), exact, strict=True):
+        assert_close("gradient", backend.tohost(x), y, SINGLE, factor=10)
+
+
 def test_wide_keys_are_refused(backend):
     if backend.device is None:
         pytest.skip("NumPy takes all")
