@@ -62,7 +62,8 @@ def instances(kernels, together=2, seed=None):
 def _instances(kernels, together):
     if not together:
         return kernels
-    draw = random.Random(0)
-    orders = [kernels, *(draw.sample(kernels, len(kernels)) for _ in range(ORDERS))]
-    fewest = min((choose(order, lambda kernel: enumerate(kernel.template), together) for order in orders), key=len)
-    return [kernel for kernel in kernels if kernel in fewest]
+    arguments = [[*enumerate(kernel.template)] for kernel in kernels]
+    numbers, draw = range(len(kernels)), random.Random(0)
+    orders = [numbers, *(draw.sample(numbers, len(numbers)) for _ in range(ORDERS))]
+    fewest = min((choose(order, arguments.__getitem__, together) for order in orders), key=len)
+    return [kernels[n] for n in sorted(fewest)]

@@ -48,14 +48,15 @@ except Exception as error:
 
 def chosen(kernels, exhaustive, seed):
     """What is measured: instances by target, the only one of a file that has kernels for one card alone."""
-    most = pairs.instances(kernels, 2)
-    few = pairs.instances(most, 1, seed)
+    own = kernels[0].arch
+    if exhaustive:
+        others = {} if own else dict.fromkeys(OTHERS, pairs.instances(kernels, 2))
+        return dict.fromkeys([own] if own else MAIN, kernels) | others
+    few = pairs.instances(kernels, 1, seed)
     draw = random.Random(f"{seed} {kernels[0].file}")
     part = draw.sample(few, -(-len(few) // 4))
-    if kernels[0].arch:
-        return {kernels[0].arch: kernels if exhaustive else part}
-    if exhaustive:
-        return dict.fromkeys(MAIN, kernels) | dict.fromkeys(OTHERS, most)
+    if own:
+        return {own: part}
     in_turn, every = defaultdict(list), MAIN + OTHERS
     for kernel, target in zip(part, cycle(draw.sample(every, len(every)))):
         in_turn[target].append(kernel)

@@ -153,7 +153,7 @@ def assert_gradients(backend, case, arrays, start, do, dht):
             assert_close(f"d{name}", x, exact, case.dtype, factor=10)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="case")
 @pytest.mark.parametrize("case", CASES)
 def test_gradients(backend, case, rng):
     assert_gradients(backend, CASES[case], *CASES[case].drawn(rng))
@@ -194,6 +194,7 @@ def test_gradients_of_heads_in_turns(backend, op, dtype, rng, monkeypatch):
 KEPT = ("kda", "kda-chunks", "kda-kept", "rwkv7", "rwkv7-packed", "rwkv7-kept")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", KEPT)
 def test_gradients_from_what_a_call_keeps(backend, case, rng, monkeypatch):
     """The same bits as those of a pullback that computes it again; o and the final state, which another walk then
