@@ -220,7 +220,7 @@ class Chunks:
         self.v = blas_ready(packed["v"])
         self.gates = Gates(g, self.scratch.part("gates"), schedule.least if backward else None)
         self.decay = np.empty((*g.shape[:-2], g.shape[-1]), dtype)
-        self.make(**packed)  # sets the matrices, by the letters of the module's equations
+        self.make(**packed)  # sets ad, N, H, W, B, Zb and Zk of the module's equations
 
     def pair(self, name, rows, columns, **how):
         """The `Pair` of rows and columns, in scratch memory called `name`."""
@@ -258,8 +258,8 @@ class DeltaRuleChunks(Chunks):
         self.Zb = self.Zk = self.N.swapaxes(-1, -2) @ self.q_pairs.to_end
 
     def vjp(self, h, dh_after, do):
-        """The gradients of the call's arrays. `h`: the states before the chunks; `dh_after`: the gradients of the
-        states after them; `do`: scale dO."""
+        """The gradients of the call's arrays, in their order. `h`: the states before the chunks; `dh_after`: the
+        gradients of the states after them; `do`: scale dO."""
         R = self.Zb @ dh_after
         R += self.H.swapaxes(-1, -2) @ do
         U = self.N @ (self.v + self.ad @ h)  # the values that tokens write along beta k
@@ -306,9 +306,10 @@ class Rwkv7Chunks(Chunks):
 
 
 def inverse(L):
-    """(I - L)^-1 for strictly lower triangular L [..., C, C], C a multiple of BLOCK: blocks on the diagonal row
-    by row, and then the inverses of neighbouring blocks joined by products."""
+    """(I - L)^-1 for strictly lower triangular L [..., C, C]: blocks on the diagonal row by row, and then the inverses
+    of neighbouring blocks joined by products."""
     shape, C = L.shape, L.shape[-1]
+    assert C % BLOCK == 0
     assert C % BLOCK == 0
     L = L.reshape(-1, C, C)
     N = np.zeros_like(L)
