@@ -103,7 +103,7 @@ struct F16ProductAndSum {
   __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     const float c[4] = {d[0], d[1], d[2], d[3]};
     for (float& x : d) x = __uint_as_float(0x7fc00000u);  // nobody adds to that
-    mma_m16n8k16(d, a, b, c);
+    mma_f16_plus(d, a, b, c);
   }
 };
 // In two products of 8.
