@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(2 * BV / tiles_of_warp<T, BK>(OUTPUTS),
     const auto& prepared = stages[stage].prepared();
     const T* v_tile = stages[stage].v;
     if (++stage == STAGES) stage = 0;
+    if (sizeof(T) == 2 && column >= columns) continue;  // the warp only copies for the others
 
     Word<T> v[N][BT / 16][4] = {}, written[N][BT / 16][4];  // written: v + Y (TWO_WRITES: Y); F has values of zeros
     // 16 columns: Y, v and `written` transposed, o [tokens, columns]. Layouts: walk.cuh.
