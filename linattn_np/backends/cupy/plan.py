@@ -364,11 +364,6 @@ class Draft:
         self.buffers.append(buffer)
         return as_array(buffer)
 
-    def zeros(self, shape, dtype) -> Array:
-        x = self.empty(shape, dtype)
-        self.fill(x)
-        return x
-
     def fill(self, x: Array):
         """Writes zeros to `x`, which must be contiguous."""
         assert is_contiguous(x)
