@@ -78,6 +78,13 @@ template <> __device__ __forceinline__ constexpr int row_swap<single>(int row) {
   return ((row ^ row >> 2) & 3) * 2 | row >> 2;
 }
 template <> __device__ __forceinline__ constexpr int row_swap<const single>(int row) { return row_swap<single>(row); }
+// An odd row's swap differs by 2 from that of the row before: the reader below finds the next row's number so.
+__device__ constexpr bool next_rows_differ_by_two() {
+  for (int row = 0; row < 8; row += 2)
+    if (row_swap<single>(row + 1) != (row_swap<single>(row) ^ 2)) return false;
+  return true;
+}
+static_assert(next_rows_differ_by_two());
 
 // How the four matrices of 8 x 8 numbers that a warp loads at a time follow each other: matrix 1 is below matrix 0
 // (DOWN) or to its right (ACROSS), and matrices 2 and 3 are beside, or below, them; ALONG: all four are side by side.
@@ -98,8 +105,7 @@ template <int COLS, Order ORDER, bool TRANSPOSED> struct SingleReader : Reader<C
     for (int m = 0; m < 4; ++m) {
       const int i = row + (ORDER == ALONG ? 0 : 8 * (ORDER == DOWN ? m & 1 : m >> 1));
       const int j = col + 8 * (ORDER == ALONG ? m : ORDER == DOWN ? m >> 1 : m & 1);
-      if (TRANSPOSED)
-        r[m] = {this->at(tile, i, j)->x, this->at(tile, i + 1, j ^ 8)->x};  // the next row's row_swap is 2
+      if (TRANSPOSED) r[m] = {this->at(tile, i, j)->x, this->at(tile, i + 1, j ^ 8)->x};
       else r[m] = *reinterpret_cast<const float2*>(this->at(tile, i, j));
     }
   }
