@@ -20,7 +20,8 @@ from .kernel import HopperKernel
 #     partner              read: the array with which o is multiplied for the gate's gradient, q for dq and k for dk
 #     q_rows ... o_rows    the same arrays with strides, for chunks that boxes cannot copy
 #     initial              read: the states at which the sum begins, or null; for dk and dv, gradients of final states
-#     final                written: the states at which it ends, or null; for dv, gradients of initial states
+#     final                written: the states at which it ends, or null; for dv, gradients of initial states. By
+#                          "BothSummaries": the states with which segments start (weighted_sums.cu)
 #     K, V                 the widths of q and of v, as roles: for dq and dk the operator's V and K
 #     state_k, state_v     the strides of `initial` and `final` along K and V
 #     output_scale, value_scale: factors of o, and of v where it is added to the state
