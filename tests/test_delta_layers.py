@@ -149,6 +149,8 @@ def test_refusals(rng):
         ),
         (lambda: KimiDeltaAttention(without(weights, "k_conv1d.weight"), H), "q_conv1d, v_conv1d without the others"),
         (lambda: KimiDeltaAttention(weights | {"k_conv1d.bias": x}, H), "k_conv1d.bias without the others"),
+        (lambda: KimiDeltaAttention(weights | {"q_conv1d.weight": x[:0]}, H), r"q_conv1d.weight is \(0, 3, 12\)"),
+        (lambda: KimiDeltaAttention(weights | {"f_proj.0.weight": x[0, 0, 0, ...]}, H), r"f_proj.0.weight is \(\)"),
         (lambda: KimiDeltaAttention(weights | {"k_proj.bias": x}, H), "k_proj.bias is none of this layer's weights"),
         (lambda: KimiDeltaAttention(weights | {"A_log": x}, H), r"A_log is \(2, 3, 12\), expected \(2,\)"),
         (lambda: KimiDeltaAttention(weights, 5), "q_proj.weight is .12, 12., with 12 channels for 5 heads to share"),

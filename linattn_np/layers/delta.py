@@ -226,6 +226,9 @@ class DeltaLayer(Layer):
         if biases not in ([], convolutions):
             names = ", ".join(f"{name}.bias" for name in biases)
             self.refuse(f"{names} without the others, expected a bias for each convolution or none")
+        for name in (*self.low_rank, *(f"{name}.weight" for name in convolutions)):
+            if name in given and not min(given[name].shape, default=0):
+                self.refuse(f"{name} is {given[name].shape}, expected axes of 1 and more")
         window = given[f"{CONVOLVED[0]}.weight"].shape[-1] if convolutions else 1
         ranks = {name: given[name].shape[0] for name in self.low_rank if name in given}
         return self.shapes(D, self.heads, self.v_heads, HK // self.heads, HV // self.v_heads, window, ranks)
