@@ -30,11 +30,11 @@
 //           GatedQueries  1     HAS_OUTPUTS, SERVES_GATE_GRADIENT              dq, token_sums, stretch_states
 //           GatedKeys     2     the same, ALL_BACKWARD, WRITES_GATE_GRADIENT   dk, dv, dg; reads the last two
 //           SUMS: WeightedSums of a launch. weighted_sums_storage.cuh has these constants. stretch_states: of each
-//           stretch, S before its last chunk. Both summaries take each segment of a sequence for a sequence, and start
-//           it from 0; scan_segments.cu, and scan_both_ways.cu, join their states. BothSummaries is for the gradients:
-//           its sums are S, of k and v, and dS, of q and do in their places. `final` [N, H, K, V] has the state with
-//           which each of the N segments starts in the direction: of a sequence's first one `initial`, or 0, and of the
-//           others the result of the segment before
+//           stretch, S before its last chunk. Summaries take each segment of a sequence for a sequence, and start it
+//           from 0. Those of Summary are joined by scan_segments.cu, those of BothSummaries by scan_both_ways.cu. The
+//           latter are for gradients: one sum is S, of k and v, the other dS, of q and do in their places. A segment
+//           hands its state on: `final` [N, H, K, V] of a sum has the state with which each of the N segments starts in
+//           the sum's direction, of a sequence's first one `initial`, or 0, of the others the result of the one before
 // smem      weighted_sums_storage.cuh. Stage: a chunk's q, k, v, partner and A; Gates: its decays
 // barriers  mbarriers of a stage. full: the chunk's tokens and gates are there; scores: A is stored; done: consumers
 //           have read the inputs, and stored o over v and partner . o over the partner; summed: the warp that sums dg
