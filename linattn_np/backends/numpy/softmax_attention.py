@@ -69,6 +69,7 @@ class Queries:
 
 class Attention:
     """A problem in the computing dtype, with each row's maximum m and sum l = sum_j exp(s_j - m) set by `forward`.
+    Elsewhere s are the scores of a tile, and p = exp(s - m).
 
     A block is (slice of the batch, slice of key heads), b by h in size. Its rows are [b, h, G * queries, ...], where G
     query heads share a key head. The keys of a tile are split into n panels [b, h, n, panel_keys, ...], so that the
