@@ -121,8 +121,8 @@ class Prompts:
         if address in self.graphs:
             self.graphs[address](None)  # None in place of arrays, which only copies and fills would read
             return
-        groups = [self.memory.arrays(group, memory) for group in self.memory.places]
-        (tokens,), (x,), before, after, carried, buffers = groups
+        groups = "tokens", "x", "before", "after", "carried", "buffers"
+        (tokens,), (x,), before, after, carried, buffers = (self.memory.arrays(group, memory) for group in groups)
         all_launches = self.embedding_plan.commands([tokens, x, *vars(self.decoder.model_weights).values()])
         for launch in all_launches:
             launch(None)
