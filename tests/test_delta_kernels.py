@@ -134,17 +134,22 @@ CASES = {
 }
 
 
+def computed(backend, case, arrays, start, do, dht):
+    """((o, the final state), all gradients) on the host; without states where none is given."""
+    states = {} if start is None else {"initial_state": backend.asarray(start), "output_final_state": True}
+    there = map(backend.asarray, arrays)
+    found, pull = backend.run(vjp, case.function, *there, mode=case.mode, **case.options, **states)
+    gradients = pull(*(backend.asarray(x) for x in (do, dht) if x is not None))
+    return [list(map(backend.tohost, of)) for of in (found if states else [found], gradients)]
+
+
 def assert_gradients(backend, case, arrays, start, do, dht):
     """Whether o, the final state and all gradients are the recurrence's."""
     o, final, wanted = exact_vjp(case.function, arrays, do, dht, initial_state=start, **case.options)
-    there = [backend.asarray(x) for x in arrays]
-    options = case.options | {"mode": case.mode, "initial_state": backend.asarray(start), "output_final_state": True}
-    (found, end), pull = backend.run(vjp, case.function, *there, **options)
-    assert_close("o", backend.tohost(found), o, case.dtype)
-    assert_close("state", backend.tohost(end), final, case.dtype)
-    gradients = pull(backend.asarray(do), backend.asarray(dht))
+    (found, end), gradients = computed(backend, case, arrays, start, do, dht)
+    assert_close("o", found, o, case.dtype)
+    assert_close("state", end, final, case.dtype)
     for name, given, x, exact in zip((*case.op.arrays, "h0"), (*arrays, start), gradients, wanted, strict=True):
-        x = backend.tohost(x)
         assert x.dtype == given.dtype and x.shape == given.shape
         if name in case.op.decays:  # all of it may be far below what its sums are made of
             size = max(rms(exact), rms(double(arrays[0]) * wanted[0]))
@@ -207,11 +212,10 @@ def test_gradients_from_what_a_call_keeps(backend, case, rng, monkeypatch):
 
     def gradients(most):
         monkeypatch.setattr(delta, "KEPT", most)
-        options = case.options | {"initial_state": backend.asarray(start), "output_final_state": True}
-        (found, end), pull = backend.run(vjp, case.function, *map(backend.asarray, arrays), **options)
-        assert_close("o", backend.tohost(found), o, case.dtype)
-        assert_close("state", backend.tohost(end), final, case.dtype)
-        return [backend.tohost(x) for x in pull(backend.asarray(do), backend.asarray(dht))]
+        (found, end), gradients = computed(backend, case, arrays, start, do, dht)
+        assert_close("o", found, o, case.dtype)
+        assert_close("state", end, final, case.dtype)
+        return gradients
 
     assert all(same_bits(x, y) for x, y in zip(gradients(0), gradients(np.inf), strict=True))
 
@@ -468,16 +472,14 @@ def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, K, dty
 @pytest.mark.parametrize("op", [DELTA_RULE, GATED_DELTA_RULE, KDA], ids=lambda op: op.name)
 def test_negative_strengths_token_by_token(backend, op, dtype, rng):
     """A token then adds to what its key has read. In chunks: HARD["strengthened"]."""
-    arrays, start, do, dht = Case(op, groups=2, H=1, T=40, dtype=dtype, gate="weak", mode="recurrent").drawn(rng)
+    case = Case(op, groups=2, H=1, T=40, dtype=dtype, gate="weak", mode="recurrent")
+    arrays, start, do, dht = case.drawn(rng)
     at = list(op.arrays).index("beta")
     arrays[at] = -arrays[at]
-    function = getattr(linattn_np, op.name)
-    *wanted, gradients = exact_vjp(function, arrays, do, dht, initial_state=start)
-    given = {"initial_state": backend.asarray(start), "output_final_state": True, "mode": "recurrent"}
-    found, pull = backend.run(vjp, function, *map(backend.asarray, arrays), **given)
-    found = *found, *pull(backend.asarray(do), backend.asarray(dht))
+    *wanted, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start)
+    found = sum(computed(backend, case, arrays, start, do, dht), [])
     for what, x, y in zip(("o", "state", *op.arrays, "h0"), found, (*wanted, *gradients), strict=True):
-        assert_close(what, backend.tohost(x), y, dtype, rows=4)
+        assert_close(what, x, y, dtype, rows=4)
 
 
 PREPARE = {KDA: "delta_channel_prepare", RWKV7: "delta_dplr_prepare"}
@@ -665,17 +667,15 @@ def test_segments_by_token(monkeypatch, kernel_backend, case, states, segments, 
     case = Case(op, B, 2 // groups, groups, T=425, K=K, V=V, dtype=dtype, gate=gate, options=options)
     arrays, start, do, dht = case.drawn(rng)
     start, dht = (x if states else None for x in (start, dht))
-    o, final, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start, **options)
-    given = {"initial_state": kernel_backend.asarray(start), "output_final_state": True} if states else {}
-    found, pull = kernel_backend.run(vjp, case.function, *map(kernel_backend.asarray, arrays), **options, **given)
-    back = pull(kernel_backend.asarray(do), *([kernel_backend.asarray(dht)] if states else []))
-    for what, x, y in zip(("o", "state"), found if states else (found,), (o, final)):
-        assert_close(what, kernel_backend.tohost(x), y, dtype)
+    *wanted, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start, **options)
+    found, back = computed(kernel_backend, case, arrays, start, do, dht)
+    for what, x, y in zip(("o", "state"), found, wanted):
+        assert_close(what, x, y, dtype)
     for name, x, y in zip((*op.arrays, "h0"), back, gradients, strict=states):
         size = rms(y)
         if name in op.decays:  # all of it may be far below what its sums are made of
             size = max(size, rms(double(arrays[0]) * gradients[0]))
-        assert rms(double(kernel_backend.tohost(x)) - y) <= 10 * LIMITS[dtype.name][0] * size, name
+        assert rms(double(x) - y) <= 10 * LIMITS[dtype.name][0] * size, name
 
 
 @pytest.mark.pairwise
@@ -708,14 +708,12 @@ def test_growth_within_a_segment(monkeypatch, kernel_backend, op, dtype, K, befo
     gate[:, :, 480], gate[:, :, 544:992] = before, 90 / 448
     do, dht = (do * 2.0**-17).astype(dtype), dht * SINGLE.type(2**-17)  # their gradients grow backwards
     start, dht = (x if states else None for x in (start, dht))
-    o, final, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start)
-    given = {"initial_state": kernel_backend.asarray(start), "output_final_state": True} if states else {}
-    found, pull = kernel_backend.run(vjp, case.function, *map(kernel_backend.asarray, arrays), **given)
-    back = pull(kernel_backend.asarray(do), *([kernel_backend.asarray(dht)] if states else []))
+    *wanted, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start)
+    found, back = computed(kernel_backend, case, arrays, start, do, dht)
     # A decay is off by up to 2^-22, the more so in equal gates: 448 of them multiply what grows.
     limit = 2 * HARD_LIMITS[dtype] + 448 * 2**-22 if in_chunks else 10 * LIMITS[dtype.name][0]
-    for what, x, y in zip(("o", "state"), found if states else (found,), (o, final)):
-        assert rms(double(kernel_backend.tohost(x)) - y) < limit * rms(y), what
+    for what, x, y in zip(("o", "state"), found, wanted):
+        assert rms(double(x) - y) < limit * rms(y), what
     for name, x, y in zip((*op.arrays, "h0"), back, gradients, strict=states):
         size = rms(y)
         if name in op.decays and y.ndim == 3:  # it sums over channels, where kda's may cancel
@@ -723,7 +721,7 @@ def test_growth_within_a_segment(monkeypatch, kernel_backend, op, dtype, K, befo
             g = np.repeat(g[..., None], q.shape[-1], -1)
             *_, (_, _, _, dg, *_) = exact_vjp(linattn_np.kda, (q, k, v, g, beta), do, dht, initial_state=start)
             size = rms(np.sum(dg**2, -1) ** 0.5)
-        assert rms(double(kernel_backend.tohost(x)) - y) <= 3 * limit * size, name
+        assert rms(double(x) - y) <= 3 * limit * size, name
 
 
 @pytest.mark.pairwise
@@ -740,25 +738,19 @@ def test_segments(monkeypatch, kernel_backend, op, dtype, options, states, K, V,
     monkeypatch.setattr(delta.CutInChunks, "time", lambda cut, number: abs(number - segments))
     monkeypatch.setattr(checked_calls, "MEMOS", Cache(1 << 20, 16))  # no plan of another cut of the same call is taken
     groups, B = 1 if op is RWKV7 else 2, 1 if "cu_seqlens" in options else 2
-    case = Case(op, B, 2 // groups, groups, T=541, K=K, V=V, dtype=dtype, gate="weak", options=options)
+    case = Case(op, B, 2 // groups, groups, T=541, K=K, V=V, dtype=dtype, gate="weak", mode="chunk", options=options)
     arrays, start, do, dht = case.drawn(rng)
     start, dht = (x if states else None for x in (start, dht))
-    o, final, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start, **options)
-    given = {"initial_state": kernel_backend.asarray(start), "output_final_state": True} if states else {}
-    found, pull = kernel_backend.run(
-        vjp, case.function, *map(kernel_backend.asarray, arrays), mode="chunk", **options, **given
-    )
-    back = pull(kernel_backend.asarray(do), *([kernel_backend.asarray(dht)] if states else []))
-    for what, x, y in zip(("o", "state"), found if states else (found,), (o, final)):
-        assert rms(double(kernel_backend.tohost(x)) - y) < 1.3 * HARD_LIMITS[dtype] * rms(y), what
+    *wanted, gradients = exact_vjp(case.function, arrays, do, dht, initial_state=start, **options)
+    found, back = computed(kernel_backend, case, arrays, start, do, dht)
+    for what, x, y in zip(("o", "state"), found, wanted):
+        assert rms(double(x) - y) < 1.3 * HARD_LIMITS[dtype] * rms(y), what
     for name, given, x, y in zip((*op.arrays, "h0"), (*arrays, start), back, gradients, strict=states):
         size = rms(y)
         if name in op.decays:  # sums of what may cancel
             terms = np.abs(double(arrays[0]) * gradients[0])
             size = max(size, rms(terms if given.ndim == 4 else np.sum(terms, -1)))
-        assert (
-            rms(double(kernel_backend.tohost(x)) - y) <= 1.6 * HARD_LIMITS[dtype] * (3 if y.ndim == 3 else 1) * size
-        ), name
+        assert rms(double(x) - y) <= 1.6 * HARD_LIMITS[dtype] * (3 if y.ndim == 3 else 1) * size, name
 
 
 # -- small heads -------------------------------------------------------------------------------------------------------
