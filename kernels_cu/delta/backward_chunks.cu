@@ -47,9 +47,10 @@
 //   Word<T>: two neighbouring numbers, which unpack_pair and put_pair load and store as floats
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p. each_pair(f): calls f(i, c, m, across, down) for the lane's
-//     pairs, of token i and of columns c and c + 1, counted in the block. sum_over_lanes<4>: over lanes of one g
+//     pairs: columns c and c + 1 of token i, c counted from channel 0 on, not from the warp's first. sum_over_lanes<4>:
+//     over lanes of one g
 //   padded(V): V rounded up to 64
-//   Matrix: [32, 32] numbers, each the sum of two; at(i, j): their place. put_split: stores such a sum there.
+//   Matrix: [32, 32] numbers, with 16-bit T each the sum of two; at(i, j): its place. put_split: stores it there.
 //     multiply_tokens: adds the product of a Matrix with a tile. TokenFactors: decays, betas, inverse lengths of the
 //     chunk's tokens (the latter by set_inverse_lengths)
 //   TokenNumbers: the decay and beta of a lane's token
@@ -83,7 +84,7 @@ template <typename T, int BK> struct alignas(16) Shared {
   union {
     T states[2][COLUMNS * BK];  // S, dS: [BK / 64, COLUMNS / 8, 8] matrices, each of 8 columns by 8 channels
     struct {
-      // [BT, BT], in 16 bits sums of two numbers: dq += dq_from_k k, dk += dk_from_k k + dk_from_q q.
+      // [BT, BT]: dq += dq_from_k k, dk += dk_from_k k + dk_from_q q.
       Matrix<T> dq_from_k, dk_from_k, dk_from_q;
       float pair_terms[WARPS][BT];  // the sums of dg over pairs of a warp's rows
     };

@@ -9,9 +9,9 @@
 //           da_i = P_{i-1} S du_i + sum_j D_(i-1)j (ak_ij k_j + ab_ij b_j)
 //           dk_j = E_j dS v_j + sum_i (qk_ij D_ij q_i + ak_ij D_(i-1)j a_i)
 //           db_j is dk_j with u in place of v, and qb and ab in place of qk and ak
-//           dg_t adds up all terms that gate t multiplies: of S with the rows (q and a) from token t on, of dS with the
-//           columns (k and b) before token t, of pairs with t in between, and the chunk's decay times the sum over V of
-//           S dS. No dg is a difference of two sums over tokens, which would round more than the result
+//           dg_t adds up all terms that gate t multiplies: of S with rows q from token t on and rows a after it, of dS
+//           with the columns (k and b) before token t, of pairs with t in between, and the chunk's decay times the sum
+//           over V of S dS. No dg is a difference of two sums over tokens, whose rounding errors could exceed dg
 // shapes    q a k b g dq da dk db dg [B, H, T, K], do v [B, H, T, V], du u: the same, columns padded with zeros to a
 //           multiple of 64; S and dS: backward_storage.cuh
 // grid      a block for every (batch, head, chunk, 64 channels), channels fastest; a warp for 16 channels

@@ -9,7 +9,7 @@
 //           dk_i = E_i beta_i dS e_i - beta_i P_i S w_i + sum_j D_ij m_ij k_j + sum_j D_ji (a_ji q_j + m_ji k_j)
 //           dg_t adds up all terms that gate t multiplies: of S with the rows (queries and keys) i >= t, of dS with the
 //           keys j < t, of pairs j < t <= i, and the chunk's decay times the sum over V of S dS. No dg is a
-//           difference of two sums over tokens, which would round more than the result
+//           difference of two sums over tokens, whose rounding errors could exceed dg
 // shapes    q k [B, H, T, K], do [B, HV, T, V], e w: a row for each of [B, HV, T] (backward_states.cu), g dg
 //           [B, HV, T, K], beta [B, HV, T], dbeta [B, HV, T] float32, dq dk [B, HV, T, K]; S and dS:
 //           backward_storage.cuh. If heads of values share keys, or queries and keys are normalized, `parts` [2, B, HV,

@@ -33,7 +33,7 @@ template <typename T, int BK, bool TWO_WRITES> struct alignas(16) Prepared {
 
 // The same for gradients, in the order in which the walks forwards and backwards read: each reads one range of bytes,
 // which Stage (backward_states.cu; of Prepared: scan.cu) finds by OFFSET_OF: members must stay in their range.
-// W is stored times scale, so walks do not multiply products with W by scale. Without TWO_WRITES Z and B are Z' and B'.
+// W is stored times scale, B and H are not: walks multiply what these give. Without TWO_WRITES Z and B are Z' and B'.
 template <typename T, int BK, bool TWO_WRITES> struct alignas(16) PreparedForGradients {
   Matrix<T> residual_matrix[1 + TWO_WRITES];  // R, and L: read by the walk forwards only
   T E[BT * BK], Z[1 + TWO_WRITES][BT * BK];   // read by both walks, as decay and beta are
