@@ -104,11 +104,10 @@ def under_autocast(declared, tensors) -> list:
         return list(tensors)
     for name, x in zip(declared.arrays, tensors):
         refuse_unreadable(declared, name, x)
-    half, single = torch.get_autocast_dtype(device), torch.float32
-    result = []
+    half, result = torch.get_autocast_dtype(device), []
     for name, x in zip(declared.arrays, tensors):
         is_cast = x.is_floating_point() and x.dtype != torch.float64  # as in torch's own autocast
-        dtype = half if name not in declared.gates or x.dtype == half else single
+        dtype = half if name not in declared.gates or x.dtype == half else torch.float32
         result.append(x.to(dtype) if is_cast else x)
     return result
 
