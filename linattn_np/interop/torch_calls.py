@@ -154,14 +154,14 @@ def graph_text(call) -> str | None:
 # Results can be freed or kept (`record_stream`) as any tensor, and memory that a graph of `torch.cuda.graph` needs is
 # in the graph's own pool.
 @contextmanager
-def as_torch(tensor):
-    """A context in which CuPy uses torch's current stream of the tensor's device and torch's allocator."""
-    if not tensor.is_cuda:
+def as_torch(x):
+    """A context in which CuPy uses torch's current stream of the device of the tensor x, and torch's allocator."""
+    if not x.is_cuda:
         yield
         return
     import cupy
 
-    device = tensor.device
+    device = x.device
     stream = torch.cuda.current_stream(device).cuda_stream
     with on_stream(device.index, stream), cupy.cuda.using_allocator(partial(memory_of_torch, device)):
         yield

@@ -27,12 +27,12 @@ def log_largest(*arrays):
     return sum(np.log(np.maximum(1, np.maximum(x.max(), -x.min()))) for x in arrays if x.size)
 
 
-def underflows(g, log_largest):
+def underflows(g, log_size):
     """Which chunks [...] of log gates [..., C, K] products would compute wrongly: in some channel the decays multiply
     to less than the dtype's smallest normal number, and they may multiply numbers above exp(ROOM): the product of the
-    chunk's growing gates and exp(log_largest)."""
+    chunk's growing gates and exp(log_size)."""
     decay, growth = np.minimum(g, 0).sum(-2), np.maximum(g, 0).sum(-2)
-    return ((decay < np.log(np.finfo(g.dtype).tiny)) & (growth + log_largest > ROOM)).any(-1)
+    return ((decay < np.log(np.finfo(g.dtype).tiny)) & (growth + log_size > ROOM)).any(-1)
 
 
 def recurrence(u, scale, exclusive):

@@ -395,13 +395,13 @@ class ChunkProducts:
         Returns du of each chunk, or None.
         """
         scores, do, dh_after, (dq, dk, dv, dg) = self.scores, self.do, dh[:, :, 1:], out
-        q, k, v, u, scratch, product = scores.q, scores.k, scores.v, scores.u, self.scratch, self.scratch.product
+        q, k, v, u, scratch, multiply = scores.q, scores.k, scores.v, scores.u, self.scratch, self.scratch.product
         np.matmul(scores.A.swapaxes(-1, -2), do, out=dv)
-        dv += product("dkg", scores.kg, dh_after)  # in the memory of dkg, which is computed below
-        dA = product("dA", do, v.swapaxes(-1, -2))
+        dv += multiply("dkg", scores.kg, dh_after)  # in the memory of dkg, which is computed below
+        dA = multiply("dA", do, v.swapaxes(-1, -2))
         diagonal_dA = diagonal(dA).copy()[..., None]  # dA_ii: no gate multiplies A_ii
         mask_future(dA, exclusive=True)
-        dqg, dkg = product("dqg", do, h.swapaxes(-1, -2)), product("dkg", v, dh_after.swapaxes(-1, -2))
+        dqg, dkg = multiply("dqg", do, h.swapaxes(-1, -2)), multiply("dkg", v, dh_after.swapaxes(-1, -2))
         dlog_decay = decay_vjp(scores.decay, h, dh_after)
         gated_scores_vjp(scores.gates, self.exclusive, dA, dqg, dkg, dlog_decay, (dq, dk, dg), scratch)
         for gradient, other in ((dq, k), (dk, q)):

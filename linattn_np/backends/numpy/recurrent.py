@@ -137,11 +137,11 @@ def read_vjp(S, do):
     return (S @ do[..., None])[..., 0]
 
 
-def write_and_read_vjp(problem, decayed, q, k, v, dstate, do):
-    """The gradients of `decayed`, q, k and v for S = decayed + k v^T and o = scale q^T S; `dstate` holds that of S."""
+def write_and_read_vjp(problem, D, q, k, v, dstate, do):
+    """The gradients of D, q, k and v for S = D + k v^T and o = scale q^T S; `dstate` holds that of S."""
     do = problem.scale * do
     dS = dstate[0] + outer(q, do)
-    return dS, read_vjp(decayed + outer(k, v), do), *write_vjp(k, v, dS)
+    return dS, read_vjp(D + outer(k, v), do), *write_vjp(k, v, dS)
 
 
 def step(problem, equation):

@@ -165,5 +165,5 @@ class Piece:
             if is_finite(*results):
                 return results
         _, pull = recurrent.vjp(self.alone(S), EQUATION, np.empty_like(do))
-        (*gradients, _), (dS,) = pull(do, (dS,))
-        return dS, *gradients
+        (*parts, _), (dS,) = pull(do, (dS,))
+        return dS, *parts
