@@ -48,8 +48,8 @@ from emulator import EmulatedDevice
 import planned
 
 rng = np.random.default_rng(0)
-q, k, v = rng.standard_normal((3, 1, 2, 40, 16)).astype(np.float32)
-f = -rng.random((1, 2, 40, 16)).astype(np.float32)
+q, k, v = rng.standard_normal((3, 1, 2, 80, 16)).astype(np.float32)
+f = -rng.random((1, 2, 80, 16)).astype(np.float32)
 wanted, pull = vjp(gla, q, k, v, f)
 found, mine = vjp(decayed, q, k, v, f)
 assert decayed in linattn_np.OPS.values() and np.array_equal(found, wanted)
