@@ -14,7 +14,7 @@ from ..contract import Op
 from ..ops import OPS
 from ..public_function import Docstring, defined
 from .rank_call import RankCall
-from .sequence_pass import Forward, gradients
+from .sequence_pass import Forward, gradients_of
 
 OPERATORS: dict[Callable[..., Any], Op] = {}  # the declaration of each function of this module
 
@@ -159,6 +159,6 @@ def vjp(op, *arrays, **arguments):
     result = forward.result()
 
     def pullback(do, dht=None, *, summed=True):
-        return gradients(forward, do, dht, summed)
+        return gradients_of(forward, do, dht, summed)
 
     return result, pullback

@@ -287,7 +287,7 @@ class Backward(Pass):
         return total.astype(x.dtype)
 
 
-def gradients(forward, do, dht, summed):
+def gradients_of(forward, do, dht, summed):
     """`Backward.gradients` of a forward pass; in `operators.vjp` the result of pullback(do, dht, summed=summed)."""
     with lasting_memory(forward.call.problem.home):
         return Backward(forward, do, dht).gradients(summed)

@@ -148,7 +148,7 @@ class Schedule:
     def scores_before(self, rows, first, segment, scratch):
         """A segment's scores for its gradients: those that the forward pass kept, or computed again."""
         found = self.scores and self.scores.get(segment_key(rows, first))
-        return found or Scores(self, rows, segment, None, scratch, backward=True)
+        return found or Scores(self, rows, segment, None, scratch, for_gradients=True)
 
     @property
     def single_chunks(self):
@@ -260,16 +260,16 @@ def within_chunks(schedule, rows, first, segment, h, decay, scratch):
 class Scores:
     """The arrays q, k, v [B, H, n, C, .] of a block's n chunks with qg, kg and A, in the memory of `scratch`.
 
-    The decay of each chunk is written to `decay`. `backward`: computed for the gradients, whose limits on gates are
+    The decay of each chunk is written to `decay`. `for_gradients`: computed for them, whose limits on gates are
     stricter. `lasting`: the gates are within these limits, so that the pullback may use the scores.
     """
 
-    def __init__(self, schedule, rows, segment, decay, scratch, backward=False):
+    def __init__(self, schedule, rows, segment, decay, scratch, for_gradients=False):
         member = schedule.member
         q, k, v, g = (segment.pack(x[rows], schedule.dtype) for x in (member.q, member.k, member.v, member.g))
         self.q, self.k, self.v, self.u = q, k, blas_ready(v), member.bonus(rows)
-        self.gates = gates = Gates(g, scratch, schedule.least if backward else None)
-        self.lasting = backward or (schedule.scores is not None and gates.serve_gradients(schedule.least))
+        self.gates = gates = Gates(g, scratch, schedule.least if for_gradients else None)
+        self.lasting = for_gradients or (schedule.scores is not None and gates.serve_gradients(schedule.least))
         self.decay = scratch("decay", (*g.shape[:-2], g.shape[-1])) if decay is None else decay
         self.qg, self.kg, self.A = gated_scores(q, k, gates, member.exclusive, self.decay, scratch, self.lasting)
         if self.u is not None:

@@ -153,7 +153,7 @@ def backward(schedule, rows, do, states, dstates, gradients):
     products were accurate."""
     member, carried, accurate = schedule.member, None, True
     for first, segment in reversed(schedule.segments):
-        chunks = member.chunks(schedule, rows, segment, backward=True)
+        chunks = member.chunks(schedule, rows, segment, for_gradients=True)
         scaled_do = blas_ready(segment.pack(do[rows], schedule.dtype)) * schedule.dtype.type(member.scale)
         dh = chunks.states()
         np.matmul(chunks.W.swapaxes(-1, -2), scaled_do, out=dh[:, :, :-1])
@@ -211,14 +211,14 @@ class Pair:
 class Chunks:
     """Chunks [B, H, n, C, .] of a block of rows, and their matrices, which do not depend on states."""
 
-    def __init__(self, schedule, rows, segment, backward=False):
+    def __init__(self, schedule, rows, segment, for_gradients=False):
         member = schedule.member
-        dtype, self.scratch, self.keep = schedule.dtype, thread_scratch(schedule.dtype), backward
+        dtype, self.scratch, self.keep = schedule.dtype, thread_scratch(schedule.dtype), for_gradients
         arrays = {name: x if x.ndim == 4 else x[..., None] for name, x in member.problem.arrays.items()}
         packed = {name: segment.pack(x[rows], dtype) for name, x in arrays.items()}
         g = segment.pack(member.g[rows], dtype)
         self.v = blas_ready(packed["v"])
-        self.gates = Gates(g, self.scratch.part("gates"), schedule.least if backward else None)
+        self.gates = Gates(g, self.scratch.part("gates"), schedule.least if for_gradients else None)
         self.decay = np.empty((*g.shape[:-2], g.shape[-1]), dtype)
         self.make(**packed)  # sets ad, N, H, W, B, Zb and Zk of the module's equations
 

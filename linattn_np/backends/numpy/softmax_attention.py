@@ -15,10 +15,10 @@ from math import prod
 
 import numpy as np
 
+from . import loop_choice
 from .by_token import is_finite, product_over
 from .casts import assign, cast
 from .cores import in_parallel, workers
-from .loop_choice import loops
 from .packing import Scratch, row_blocks, thread_scratch
 
 TILE_KEYS = 256  # the most keys of a tile
@@ -100,7 +100,7 @@ class Attention:
         self.exponents, self.sinks = np.zeros((B, H, T), np.int32), None
         if "sinks" in problem.arrays:
             self.sinks = np.broadcast_to(problem["sinks"].astype(self.dtype)[:, None, None], (B, H, T, 1))
-        numba_loops = loops(B * H * T * S) if self.dtype == np.float32 and not self.is_few else None
+        numba_loops = loop_choice.loops(B * H * T * S) if self.dtype == np.float32 and not self.is_few else None
         self.compiled = numba_loops and Compiled(self, numba_loops)
 
     def multipliable(self, name):
