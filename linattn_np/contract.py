@@ -83,7 +83,8 @@ class Op(Declaration):
         gradient=False,
         **options,
     ) -> Problem:
-        """The checks that are the same for all calls with a key; returns the checked call."""
+        """The checks that are the same for all calls with a key; returns the checked call. `options` are those of some
+        operators alone, which a derived class has checked: they become the problem's."""
         self.one_of("layout", layout, LAYOUTS)
         views, library = self.native_views(inputs, layout)
         groups = self.groups(views, layout)
