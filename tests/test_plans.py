@@ -236,9 +236,11 @@ def test_steps_are_executed_in_order():
     """A copy to another dtype, zeros, a table, a launch, a copy into what the caller gave."""
     draft, x, out = Draft(), given("x", (8,)), given("out", (8,))
     half = draft.cast(as_array(x), np.dtype(np.float16), "x: in half")
-    zeros = draft.zeros((8,), SINGLE)
+    zeros, total, kernel = draft.empty((8,), SINGLE), draft.empty((8,), SINGLE), rwkv6_model_kernels.GatedAdd
+    draft.fill(zeros)
     table = draft.table(np.arange(4))
-    total, copy, kernel = draft.zeros((8,), SINGLE), draft.contiguous_copy(half, SINGLE), rwkv6_model_kernels.GatedAdd
+    draft.fill(total)
+    copy = draft.contiguous_copy(half, SINGLE)
     draft.launch(kernel(SINGLE), 1, x=total, gate=None, value=copy, count=8)
     draft.copy(copy[::-1], as_array(out))
     plan = draft.plan((as_array(out), total, zeros[2:], None, table), given=(x, out))
