@@ -32,7 +32,7 @@ from .errors import NotSupported
 from .problem import Problem
 from .signals import signals_held
 
-ORDER = ("numpy", "cupy", "numba")
+AUTO, ORDER = "auto", ("numpy", "cupy", "numba")
 
 
 @cache
@@ -50,9 +50,10 @@ def reasons_against(problem: Problem) -> dict[str, str | None]:
 def choose(problem: Problem, backend: str = "auto") -> str:
     """The name of the backend that computes a problem: for "auto" the first that can, else the given one; NotSupported,
     with every reason, if none can."""
-    problem.op.one_of("backend", backend, ("auto", *ORDER))
+    if backend is not AUTO:
+        problem.op.one_of("backend", backend, (AUTO, *ORDER))
     reasons, inner_problem = {}, inner_call_layout(problem)
-    for name in ORDER if backend == "auto" else (backend,):  # a backend that is not needed is not even imported
+    for name in ORDER if backend == AUTO else (backend,):  # a backend that is not needed is not even imported
         reasons[name] = backend_module(name).why_not(inner_problem)
         if reasons[name] is None:
             return name
