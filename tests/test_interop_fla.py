@@ -163,6 +163,9 @@ def test_gates_and_strengths_in_the_kernel(delta):
     o, _ = fla.chunk_gated_delta_rule(q, k, v, x[..., 0], beta, A_log=rates, dt_bias=bias[:4], **how)
     g = there.gdn_gate(x[..., 0], rates, bias[:4])
     torch.testing.assert_close(o, there.gated_delta_rule(q, k, v, g, beta.sigmoid(), qk_l2norm=True, layout="bthd"))
+    without_beta, _ = fla.fused_recurrent_gated_delta_rule(q, k, v, g, use_beta_sigmoid_in_kernel=True)
+    ones = torch.ones_like(beta).sigmoid()  # of raw ones
+    torch.testing.assert_close(without_beta, there.gated_delta_rule(q, k, v, g, ones, layout="bthd"))
 
 
 def test_rwkv7(delta):

@@ -136,14 +136,13 @@ def simple_gla_arguments(options):
 
 
 def delta_rule_arguments(options):
-    """Computes beta and g from raw ones, if asked to; without beta, write strengths are 1."""
+    """Computes beta and g from raw ones, if asked to; without beta, the raw one is 1."""
     for name in KERNEL_OPTIONS:
         options.pop(name, None)
     if options.pop("use_qk_l2norm_in_kernel", False):
         options["qk_l2norm"] = True
     beta, largest_beta = options.get("beta"), 2 if options.pop("allow_neg_eigval", False) else 1
-    if beta is None:
-        options["beta"] = torch.ones_like(options["v"][..., 0])
+    options["beta"] = beta = torch.ones_like(options["v"][..., 0]) if beta is None else beta
     if options.pop("use_beta_sigmoid_in_kernel", False):
         options["beta"] = largest_beta * beta.float().sigmoid()
     of_gate = ("use_gate_in_kernel", "A_log", "dt_bias", "lower_bound")
