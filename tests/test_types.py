@@ -1,5 +1,6 @@
 """Types and names of the public face: the signatures for type checkers are those of the functions."""
 
+import inspect
 import runpy
 from pathlib import Path
 from typing import get_args, is_typeddict
@@ -8,6 +9,7 @@ import pytest
 
 import linattn_np
 from linattn_np import typing
+from linattn_np.declarations import STAGES, STEPS
 from linattn_np.dispatch import ORDER
 from linattn_np.layouts import LAYOUTS
 from linattn_np.ops import OPS
@@ -28,6 +30,16 @@ def test_defaults_are_those_of_arguments():
     classes = filter(is_typeddict, vars(typing).values())
     known = {name for options in classes for name in options.__annotations__} | {op.second_result for op in OPS}
     assert DEFAULTS.keys() <= known
+
+
+@pytest.mark.parametrize("op", [*OPS, *STEPS, *STAGES], ids=lambda op: op.name)
+def test_checks_have_the_defaults_of_signatures(op):
+    """A public function passes all its arguments, an internal call may leave out some."""
+    for owner in type(op).__mro__:
+        if "check" in vars(owner):
+            for name, argument in inspect.signature(owner.check).parameters.items():
+                if name in DEFAULTS:
+                    assert argument.default == DEFAULTS[name], f"{owner.__name__}.check: {name}"
 
 
 def test_literals_are_the_words_that_are_taken():
