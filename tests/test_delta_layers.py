@@ -165,6 +165,7 @@ def test_refusals(rng):
         (lambda: layer(x, (states[0], states[1][:, :1])), r"state\[1\] is \(2, 1, 36\), expected \[N, W - 1, C\]"),
         (lambda: layer.step(x[:, 0], (states[0][:1], states[1])), "kda_step: state is"),
         (lambda: layer(x[:1], cu_seqlens=[0, 7]), "cu_seqlens"),
+        (lambda: layer.vjp(x)[1](x, states[0]), "dstate is a ndarray, expected a pair"),
     ]:
         with pytest.raises(ContractError, match=message):
             call()

@@ -406,3 +406,12 @@ def test_an_array_that_carries_more_is_refused(rng):
     layer, x = GatedLinearAttention(random_weights(rng, D, H), H), rng.standard_normal((1, 5, D))
     with pytest.raises(ContractTypeError, match="x is a numpy.ma.MaskedArray, whose mask would be ignored"):
         layer(np.ma.masked_array(x, mask=True))
+
+
+@pytest.mark.parametrize("rows, tokens", [(0, 5), (1, 0)])
+def test_no_tokens(rows, tokens, rng):
+    """Heads of keys that several heads share, too."""
+    layer = GatedLinearAttention(random_weights(rng, 32, 4, num_kv_heads=2), 4, num_kv_heads=2)
+    (y, _), pull = layer.vjp(np.empty((rows, tokens, 32), np.float32))
+    dx, gradients = pull(y)
+    assert dx.shape == y.shape == (rows, tokens, 32) and not any(gradient.any() for gradient in gradients.values())

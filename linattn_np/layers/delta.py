@@ -100,7 +100,7 @@ class DeltaLayer(Layer):
         y, pull_output = self.output(inputs, o)
 
         def pull_heads(do, dstate):
-            dfinal, dconv_end = (None, None) if dstate is None else dstate
+            dfinal, dconv_end = (None, None) if dstate is None else self.pair("dstate", dstate)
             darrays = pull(do, dfinal)  # then the initial state's gradient, if a state was given
             dx, dconv_start, gradients = pull_project(darrays[: len(arrays)], dconv_end)
             return dx, gradients, *([] if state is None else [(*darrays[len(arrays) :], dconv_start)])
@@ -129,13 +129,17 @@ class DeltaLayer(Layer):
         shape = (count, self.window - 1, sum(self.weights[f"{name}_proj.weight"].shape[0] for name in "qkv"))
         if state is None:
             return None, np.zeros_like(x, shape=shape), sequences
-        if not isinstance(state, tuple) or len(state) != 2:
-            self.refuse(f"state is a {type(state).__name__}, expected a pair: of the recurrence, of the convolutions")
-        start, conv_start = state
+        start, conv_start = self.pair("state", state)
         self.check_floats("state[1]", conv_start)
         if conv_start.shape != shape:
             self.refuse(f"state[1] is {conv_start.shape}, expected [N, W - 1, C] = {shape}")
         return start, conv_start.astype(self.dtype, copy=False), sequences
+
+    def pair(self, name, states):
+        """The argument `states`, which must be a pair."""
+        if not isinstance(states, tuple) or len(states) != 2:
+            self.refuse(f"{name} is a {type(states).__name__}, expected a pair: of the recurrence, of the convolutions")
+        return states
 
     # -- before the operator -----------------------------------------------------------------------------------------
     def project(self, x, conv_start, sequences):

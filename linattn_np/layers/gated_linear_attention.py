@@ -180,7 +180,8 @@ class GatedLinearAttention(Layer):
         """The adjoint of `repeat_for_heads`: [..., H, K] summed to [..., G, K] over the heads that share one."""
         if self.heads == self.kv_heads:
             return gradient
-        return gradient.reshape(*gradient.shape[:-2], self.kv_heads, -1, gradient.shape[-1]).sum(axis=-2)
+        groups = self.kv_heads, self.heads // self.kv_heads
+        return gradient.reshape(*gradient.shape[:-2], *groups, gradient.shape[-1]).sum(axis=-2)
 
     # -- checks ------------------------------------------------------------------------------------------------------
     def weight_shapes(self, given) -> dict:
