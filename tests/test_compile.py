@@ -143,6 +143,9 @@ SPILLED = {
     ("delta/small_backward", "sm_90"): 128,
     ("delta/small_backward", "sm_100"): 28,
     ("delta/small_backward", "sm_120"): 60,
+    ("gated/backward_channels", "sm_80"): 24,  # float16 in three products
+    ("gated/backward_channels", "sm_86"): 24,
+    ("gated/backward_channels", "sm_89"): 24,
     ("gated/backward_states", "sm_120"): 136,  # float32 in three products, 128 columns: every 32 tokens
     ("gated/segment_states", "sm_100"): 16,
     ("gated/segment_states", "sm_120"): 12,
