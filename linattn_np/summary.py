@@ -74,7 +74,7 @@ class Summary:
 
 def for_value_heads(factor, heads: int):
     """`factor` [N, H, ...] as [N, heads, ...]: the value heads of a group share the factor of their head of keys."""
-    groups = heads // factor.shape[1]
+    groups = heads // max(factor.shape[1], 1)
     return factor if groups == 1 else factor.repeat(groups, axis=1)
 
 

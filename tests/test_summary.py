@@ -69,3 +69,10 @@ def test_a_normaliser_never_decays(rng):
     one = Summary(Transition.NONE, (np.ones((N, H, K, V)), np.ones((N, H, K))))
     S, z = one.apply(one.apply(None))
     assert (S == 2).all() and (z == 2).all()
+
+
+@pytest.mark.parametrize("transition", Transition)
+def test_no_heads(transition):
+    shapes = {Transition.SCALAR: [(1, 0)], Transition.DIAGONAL: [(1, 0, K)], Transition.RANK_ONE: [(1, 0, K, K)]}
+    summary = Summary(transition, (), tuple(map(np.zeros, shapes.get(transition, []))))
+    assert summary.transitioned(np.zeros((1, 0, K, V))).shape == (1, 0, K, V)
