@@ -130,6 +130,13 @@ def test_accepted_asks_for_pending():
         linattn_np.gla_step(*token, STATE.copy(), accepted=np.array([0]))
 
 
+def test_no_sequences(op):
+    declared, step, *_ = STEPS[op]
+    sizes = {"B": 0, "H": H, "HK": H, "T": 3, "K": 4, "V": 3}
+    arrays = [np.zeros([sizes[axis] for axis in axes.split()]) for axes in declared.of_several.arrays.values()]
+    assert step(*arrays, np.zeros((0, H, 4, 3)), pending=memory(declared, 4, 3, DOUBLE, 0)).shape == (0, H, 3, 3)
+
+
 def test_memory_of_its_own():
     both = np.zeros((1, 2, 4, 16), np.float32)
     with pytest.raises(ContractError, match="pending shares memory with state"):

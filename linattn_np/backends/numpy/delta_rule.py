@@ -25,7 +25,8 @@ def step(problem, state, q, k, v, *gates):
 def writes(problem, S, q, k, v, *gates):
     """(decay [B, H, K] or [B, H, 1], [(k, u)]) of a token: S_t = diag(decay) S + k u^T."""
     (*g, beta), k = gates, keys(problem, k)
-    decay = np.exp(g[0] if g else np.zeros_like(beta)).reshape(*beta.shape, -1)
+    decay = np.exp(g[0] if g else np.zeros_like(beta))
+    decay = decay if decay.ndim > beta.ndim else decay[..., None]
     return decay, [(k, beta[..., None] * (v - read(k, decay[..., None] * S)))]
 
 
