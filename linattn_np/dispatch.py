@@ -41,12 +41,6 @@ def backend_module(name: str):
     return import_module(f"linattn_np.backends.{name}")
 
 
-def reasons_against(problem: Problem) -> dict[str, str | None]:
-    """{backend: why it cannot compute a problem, or None if it can}."""
-    problem = inner_call_layout(problem)
-    return {name: backend_module(name).why_not(problem) for name in ORDER}
-
-
 def choose(problem: Problem, backend: str = "auto") -> str:
     """The name of the backend that computes a problem: for "auto" the first that can, else the given one; NotSupported,
     with every reason, if none can."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .derived import inner_call_layout
-from .dispatch import backend_module, choose, reasons_against
+from .dispatch import ORDER, backend_module, choose
 from .errors import NotSupported
 from .kernel_choice import KERNELS, choose_kernels
 from .ops import declaration
@@ -104,12 +104,13 @@ class Explanation:
 def explain_problem(problem: Problem, backend="auto") -> Explanation:
     """`explain` of a checked call."""
     moved = bytes_moved(problem)
-    reasons = {name: reason for name, reason in reasons_against(problem).items() if reason is not None}
+    inner = inner_call_layout(problem)
+    reasons = {name: reason for name in ORDER if (reason := backend_module(name).why_not(inner)) is not None}
     try:
         name = choose(problem, backend)
     except NotSupported:
         return Explanation(problem.op.name, None, bytes=moved, reasons=reasons)
-    description = backend_module(name).describe(inner_call_layout(problem), moved)
+    description = backend_module(name).describe(inner, moved)
     description["copies"] = (*copies(problem), *description["copies"])
     description["reasons"] = reasons | description.get("reasons", {})
     return Explanation(problem.op.name, name, bytes=moved, **description)
