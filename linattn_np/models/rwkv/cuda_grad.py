@@ -456,6 +456,8 @@ class TrainingStep:
 
     def add_up(self):
         """Computes the sums that `sum` was called for, in one launch: a launch takes longer than most of them."""
+        if not self.sums:
+            return  # they are added up already
         kernel, sums, blocks = kernels.ColumnSums(), [], 0
         assert len(self.sums) <= kernel.MOST
         for parts, first, rest, add in self.sums:
