@@ -12,6 +12,17 @@
 #include <stdio.h>
 #include <string.h>
 
+// Of float, as CUDA has them: C's, which are read in half of the time that C++'s take, are of double.
+inline float abs(float x) { return fabsf(x); }
+inline float ceil(float x) { return ceilf(x); }
+inline float exp(float x) { return expf(x); }
+inline float fabs(float x) { return fabsf(x); }
+inline float floor(float x) { return floorf(x); }
+inline float log(float x) { return logf(x); }
+inline float sqrt(float x) { return sqrtf(x); }
+inline float tanh(float x) { return tanhf(x); }
+inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
+
 #define __global__
 #define __device__
 #define __forceinline__ inline
@@ -232,7 +243,7 @@ inline unsigned __float_as_uint(float x) {
   memcpy(&bits, &x, sizeof bits);
   return bits;
 }
-inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
+inline int __float2int_rn(float x) { return int(nearbyintf(x)); }
 
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selected) {
   const unsigned long long both = low | (unsigned long long)(high) << 32;

@@ -1,7 +1,4 @@
 // include/words.cuh on the CPU, where blocks run in turn: words are there when a launch needs them.
-#include <algorithm>
-#include <numeric>
-
 #include "ptx.cuh"
 
 template <typename Word> Word word_of(float x, u32 epoch) {
@@ -15,8 +12,9 @@ inline u32 other_epoch(u32 word, u32 epoch) { return word ^ epoch; }
 template <typename Word> constexpr u32 BITS_OF_EPOCH = ~0u;
 template <> constexpr u32 BITS_OF_EPOCH<u32> = 1u;
 template <typename Word, int N> u32 other_epoch(const Word (&words)[N], u32 epoch) {
-  const auto join = [&](u32 other, Word word) { return other | other_epoch(word, epoch); };
-  return std::accumulate(words, words + N, 0u, join);
+  u32 other = 0;
+  for (const Word word : words) other |= other_epoch(word, epoch);
+  return other;
 }
 
 inline void put_word(u64* to, float x, u32 epoch) { *to = word_of<u64>(x, epoch); }
@@ -25,7 +23,7 @@ inline void put_word(u32* to, float x, u32 epoch) { *to = word_of<u32>(x, epoch)
 template <typename Word> void load_word(Word& word, const Word* from, emulator::Where) { word = *from; }
 template <typename Word, int N> void load_word(Word (&words)[N], const Word* from, emulator::Where where) {
   EMULATOR_CHECK(reinterpret_cast<u64>(from) % 16 == 0, "words not on 16 bytes (%s:%d)", where.file, where.line);
-  std::copy(from, from + N, words);
+  for (int n = 0; n < N; ++n) words[n] = from[n];
 }
 template <typename Words, typename Word, int N>
 void load_words(Words (&words)[N], const Word* const (&from)[N], emulator::Where where = emulator::here()) {
