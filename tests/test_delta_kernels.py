@@ -794,6 +794,7 @@ def assert_small_heads(rng, monkeypatch):
     return check
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", SMALL_HEADS.values(), ids=SMALL_HEADS)
 @pytest.mark.parametrize("segments", [1, 3])
 def test_gradients_of_small_heads(kernel_backend, case, segments, rng, monkeypatch):
