@@ -7,11 +7,15 @@
 //           dkk_ij = D_ij beta_j G_ij, the gradient of k_i . k_j, j < i
 //           dq_i = scale E_i S do_i + sum_j dqk_ij k_j
 //           dk_i = -E_i S dv_i + beta_i L_i dS e_i + sum_j (dkk_ij + dkk_ji) k_j + sum_j dqk_ji q_j
-//           scalar_backward_tokens.cu has dbeta and dg. They are sums of terms that functions below store by token
+//           dbeta_j = write_terms_j + the sum of beta_terms_j;  dg_t = the sum of pair_terms_t + sum_{i >= t}
+//           read_terms_i + sum_{j < t} beta_j write_terms_j + E_32 <S, dS>. scalar_backward_tokens.cu defines M, R and
+//           Z, and what the terms add up to. Given args.lengths, q_i and k_i here are divided by their lengths. In
+//           shared memory they are undivided: the factors of TokenGates, and D as it is stored, have 1 / |k| or 1 / |q|
 // shapes    Fragments, g = lane / 4 and t = lane % 4: of its warp's 16 rows a lane has g and g + 8. Values x: x[4n + 2h
 //           + p] is row g + 8h, column 8n + 2t + p of 32. d[panel], of dq or dk, likewise: of 64 channels. Rows of
 //           warps 0 and 1 are queries, rows of warps 2 and 3 are keys
-// barriers  the caller's. store_pairs: after residuals_ready, since dqk and dkk overwrite R. store_token_gradients and
+// barriers  the caller's: scalar_backward_tokens.cu lists who arrives at each. store_pairs: after residuals_ready. Then
+//           make_Z and the consumers have read R, which dqk and dkk overwrite. store_token_gradients and
 //           add_pair_products: behind a barrier of the warpgroup, after all its warps' store_pairs. store_gradients:
 //           behind the next one, after all add_pair_products, since dq and dk overwrite q and k
 // limits    sm_90a; T is bf16 or f16
@@ -21,42 +25,48 @@
 
 // From the includes:
 //   Panel: 32 rows of 128 bytes, swizzled: row r has its 16-byte piece p in the place of piece p ^ r % 8. A split
-//     matrix has rounded elements in columns 0 to 31 and their rounding errors in columns 32 to 63: store_split
+//     matrix has rounded elements in columns 0 to 31 and their rounding errors in columns 32 to 63: store_split.
+//     swizzled(array, row, piece): the piece's address
 //   OperandLane: `warp` of the warpgroup, `lane`, and left_offset. This and right_operand_offset: a lane's byte offset
 //     in a panel for ldmatrix and stmatrix of the matrix [16, 16] at (0, 0), shifted_offset: of the one at (row,
 //     column); at_byte_offset(array, offset): the address there
-//   wgmma_fence_operand(d): d is not read before it. k_major_tile: wgmma's descriptor of rows of 64 numbers
-//   sum_of_lower_lanes, sum_of_this_and_higher_lanes: of x over the warp's lanes, which are tokens here; sum_and_share:
-//     sums several numbers over lanes, of which each keeps one
+//   wgmma_fence_operand(d): d is not read before it. k_major_tile: wgmma's descriptor of rows of 64 numbers. A product
+//     MN_MAJOR takes the same one and sums over the rows. ACCUMULATE: it is added to d
+//   sum_of_lower_lanes, sum_of_this_and_higher_lanes: of x over the warp's lanes, which are tokens here.
+//     sum_and_share<8, 16, 4>(x): sums each of 8 numbers over the lanes of equal t; of these, lane g gets the sum of
+//     number g, as x[0]
 //   WorkTile: the block's sequence, head and tokens
+//   Memory: `Shared` of scalar_backward_tokens.cu, which says what each of its arrays of terms has. Args: that file's.
+//     `token`, an argument: the chunk's first token, from the first of the block's on
 
 // A chunk of q and k, and its matrices. Those in a union have the same place, one after the other in time: Z overwrites
-// M after inverse_ready; dqk and dkk overwrite inverse_to_end and `inverse` after residuals_ready.
+// M after inverse_ready, when R has been made of M; dqk and dkk overwrite inverse_to_end and `inverse` after
+// residuals_ready. scalar_inverse.cuh makes `inverse` and inverse_to_end, scalar_decays.cuh makes D.
 template <typename T, int BK> struct alignas(1024) GradientStage {
   using Element = T;
   T queries_keys[BK / 64][2 * CHUNK][64];  // rows 0 to 31: queries, overwritten by dq; rows 32 to 63: keys, by dk
   union {
-    float weighted_M[CHUNK][32];  // blocks of -M diag(beta), as store_scores places them
+    float weighted_M[CHUNK][32];  // blocks of -M diag(beta): table in scalar_inverse.cuh
     Panel<T> Z[BK / 64];
   };
   union {
-    Panel<T> inverse_to_end;  // R_ij beta_i L_i / |k_i|, [j, i], split: for Z
+    Panel<T> inverse_to_end;  // R_ij beta_i L_i / |k_i|, [j, i], split: Z is its product with k
     Panel<T> dqk;             // [query, key], split
   };
   union {
     Panel<T> inverse;  // R_ij, [j, i], split
     Panel<T> dkk;      // [later key, earlier key], split
   };
-  float D[CHUNK][32];  // [i][j]: D_ij times key_factors[j]; 0 if j > i
+  float D[CHUNK][32];  // [i][j], swizzled as a Panel: D_ij times key_factors[j]; 0 if j > i
   static_assert(BK == 64 || BK == 128);
   static_assert(sizeof weighted_M == sizeof(Panel<T>) && sizeof D == sizeof(Panel<T>), "swizzled alike");
 };
 
-// Factors of a chunk's tokens. Of Gates (scalar_stage.cuh), with |q| and |k| replaced by 1 without args.lengths:
-// query_factors = scale / |q|, key_factors = 1 / |k|; query_start_factors and key_start_factors: these times E_i;
-// key_end_factors = beta_i L_i / |k|, which has no beta in the other passes; beta; chunk_decay = E_32.
+// Factors of a chunk's tokens; without args.lengths, |q| and |k| in them are 1. Members of Gates (scalar_stage.cuh):
+// query_factors = scale / |q|, key_factors = 1 / |k|. query_start_factors and key_start_factors are these times E_i.
+// key_end_factors = beta_i L_i / |k|; in other kernels, other PASSes of Gates, it has no beta. chunk_decay = E_32.
 struct alignas(16) TokenGates : Gates {
-  float key_to_end[CHUNK];     // L_i / |k|
+  float key_to_end[CHUNK];     // L_i / |k|: key_end_factors without beta
   float query_inverse[CHUNK];  // 1 / |q|; only with args.lengths
 };
 
@@ -70,7 +80,7 @@ struct GradientLane : OperandLane {
 
 // Calls f(i, x, h) for pairs of this lane's numbers of d [64 rows, 64 channels], a product of the warpgroup: d[i] and
 // d[i + 1], of row lane / 4 + 8 h of the warp's 16 rows; x: the same two numbers of `panel`. offset:
-// left_operand_offset of the warp's rows.
+// `own_offset`.
 template <typename T, class F>
 __device__ __forceinline__ void each_of_panel(T (&panel)[2 * CHUNK][64], int offset, F f) {
 #pragma unroll
@@ -83,9 +93,9 @@ __device__ __forceinline__ void each_of_panel(T (&panel)[2 * CHUNK][64], int off
 }
 
 // Stores a warp's 16 rows of dqk (warps 0 and 1, rows are queries) or dkk (warps 2 and 3, rows are keys), and the terms
-// of dg and dbeta that these rows' pairs have for each token. products: F or -G; scores: q . k or k . k, without
-// decays. A pair (i, j) has a term of dg for each token t with j < t <= i: of row i, token t gets the sum over the keys
-// before t, unless t > i.
+// of dg and dbeta that these rows' pairs have for each token. products: F or -G; scores: q . k or k . k, undivided and
+// without decays. A pair (i, j) has a term of dg for each token m with j < m <= i: of row i, token m gets the sum over
+// the keys before m, unless m > i.
 template <class Memory>
 __device__ __forceinline__ void store_pairs(Memory& s, int stage, const Values& products, const Values& scores,
                                             const GradientLane& at) {
@@ -109,11 +119,12 @@ __device__ __forceinline__ void store_pairs(Memory& s, int stage, const Values& 
       float dg_terms[2];  // of the pairs of the row with this lane's two keys, j and j + 1
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
+        // decay: D_ij times scale / |q_i| or 1 / |k_i|, and times 1 / |k_j|.
         const float decay = (p ? decays.y : decays.x) * factor, beta = p ? betas.y : betas.x;
         const float product = has_keys ? -products[4 * n + 2 * h + p] : products[4 * n + 2 * h + p];
         const bool is_earlier = j + p < i, is_pair = has_keys ? is_earlier : j + p <= i;
         const float without_beta = is_pair ? decay * product : 0.f, term = without_beta * scores[4 * n + 2 * h + p];
-        // +0, not -0, where there is no pair: add_pair_products ORs dkk with its transpose.
+        // +0, not -0, where there is no pair: add_pair_products ORs dkk with its transpose. Nor NaN: D may have it there.
         pair_gradients[n][2 * h + p] = is_pair ? beta * without_beta : 0.f;
         beta_terms[2 * n + p] += term;
         dg_terms[p] = is_earlier ? beta * term : 0.f;
@@ -130,12 +141,12 @@ __device__ __forceinline__ void store_pairs(Memory& s, int stage, const Values& 
     }
   }
   store_split<T, 2>(has_keys ? in.dkk : in.dqk, shifted_offset(at.left_offset, at.first_row, 0), pair_gradients);
-  sum_and_share<8, 16, 4>(pair_terms), sum_and_share<8, 16, 4>(beta_terms);  // over the lanes of equal t: by g
-  const int token = g / 2 * 8 + 2 * t + g % 2;                               // the one whose sums this lane has
+  sum_and_share<8, 16, 4>(pair_terms), sum_and_share<8, 16, 4>(beta_terms);
+  const int token = g / 2 * 8 + 2 * t + g % 2;  // of the sums that this lane has, number g = 2n + p: key 8n + 2t + p
   s.pair_terms[at.warp][token] = pair_terms[0], s.beta_terms[at.warp][token] = beta_terms[0];
 }
 
-// Stores dbeta (warp 0) and dg (warp 1) of a chunk.
+// Stores dbeta (warp 0) and dg (warp 1) of a chunk, a token in each lane. Without gates, args.dg is null.
 template <class Memory, class Args>
 __device__ __forceinline__ void store_token_gradients(const Memory& s, const Args& args, const WorkTile& work,
                                                       int token, const TokenGates& gates, int lane, int warp) {
@@ -156,8 +167,9 @@ __device__ __forceinline__ void store_token_gradients(const Memory& s, const Arg
 
 // Makes of d the gradients with respect to queries and keys x before they were divided by their lengths |x|: only if
 // given args.lengths. d is the gradient with respect to x / |x|, divided by |x|; less its component along x it is that
-// with respect to x. `parts` get the gradient with respect to x / |x|, since sum_parts.cu divides by |x| and removes
-// that component after it has summed.
+// with respect to x. `parts`: each value head's gradients, float32 [2 (q, k), B, H, T, K], if value heads share a head
+// of q and k; else null. They get the gradient with respect to x / |x|: sum_parts.cu sums it over these heads, then
+// divides by |x| and removes that component.
 template <class Memory, class Args>
 __device__ __forceinline__ void undo_normalization(Memory& s, const Args& args, int stage,
                                                    float (&d)[Memory::BK / 64][32], const GradientLane& at) {
@@ -227,7 +239,8 @@ __device__ __forceinline__ void store_gradients(Memory& s, const Args& args, con
     }
 }
 
-// Stores <S, dS> over the warp's columns: the diagonals of products [16 columns of S, 8 columns of dS] over channels.
+// Stores <S, dS> over the warp's columns of V: the diagonals of products [16 columns of S, 8 columns of dS] over
+// channels. s.states and s.state_gradient have a row of channels for each column, in panels of 64 channels.
 template <class Memory> __device__ __forceinline__ void store_state_dot(Memory& s, const GradientLane& at) {
   using T = typename Memory::T;
   float dots[2][4] = {};
@@ -247,8 +260,8 @@ template <class Memory> __device__ __forceinline__ void store_state_dot(Memory& 
   if (at.lane == 0) s.state_dots[at.warp] = sum;
 }
 
-// Makes the warp's rows d of S do and S dv the first terms of dq and dk, and stores read_terms: their products with the
-// same rows of q and k.
+// Makes the warp's rows d of S do and S dv the first terms of dq and dk, and stores read_terms, [0] of queries, [1] of
+// keys: the terms' products with the same rows of q and k.
 template <class Memory>
 __device__ __forceinline__ void scale_state_products(Memory& s, float (&d)[Memory::BK / 64][32], int stage,
                                                      const GradientLane& at) {
@@ -272,7 +285,8 @@ __device__ __forceinline__ void scale_state_products(Memory& s, float (&d)[Memor
 }
 
 // Adds to d, the warp's rows of dq or dk, the products of dqk and dkk with queries and keys; returns when they have
-// ended. Called by the whole warpgroup, once all its warps have stored dqk and dkk.
+// ended. Called by the whole warpgroup, once all its warps have stored dqk and dkk. These come by ldmatrix into
+// registers, so that wgmma needs no proxy fence for them.
 template <class Stage, int PANELS>
 __device__ __forceinline__ void add_pair_products(float (&d)[PANELS][32], Stage& in, const GradientLane& at) {
   using T = typename Stage::Element;
@@ -295,10 +309,12 @@ __device__ __forceinline__ void add_pair_products(float (&d)[PANELS][32], Stage&
                         at_byte_offset(in.dqk, shifted_offset(at.right_offset, 16 * step, first_row + 32 * errors)));
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        for_keys[step][errors][m] |= has_keys ? transposed_dkk[m] : 0;  // dkk_ij or dkk_ji is +0
+        for_keys[step][errors][m] |= has_keys ? transposed_dkk[m] : 0;  // dkk_ij or dkk_ji is +0, and both for i = j
         for_queries[step][errors][m] = has_keys ? for_queries[step][errors][m] : 0;
       }
     }
+  // Descriptors count 16 bytes: 16 * 128 / 16 is 16 tokens on, CHUNK * 128 / 16 from queries to keys. Queries and keys
+  // have come by copies that mbarrier `full` orders.
   const u64 rows = k_major_tile(in.queries_keys);
   wgmma_fence();
 #pragma unroll
