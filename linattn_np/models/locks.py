@@ -1,6 +1,6 @@
 """Locks by which several threads use an object one after the other."""
 
-from _thread import RLock
+from _thread import RLock  # the class; threading.RLock is a function, which cannot be a base
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,8 +16,8 @@ P = ParamSpec("P")
 class Lock(RLock):  # type: ignore[misc]  # to type checkers it is no base, to CPython it is
     """A lock that its holder may take again. A copy of it, or one from a pickle, is a new lock.
 
-    It inherits `__enter__`, which is written in C: Ctrl-C could end one in Python when it has taken the lock and the
-    `with` statement does not know it, and the lock would never be released.
+    It inherits `__enter__`, which is written in C. Ctrl-C could end one in Python after it has taken the lock and
+    before the `with` statement knows it: the lock would never be released.
     """
 
     def __reduce__(self):
@@ -38,12 +38,15 @@ def one_at_a_time(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
 class Turns:
     """Orders the work that threads enqueue on the same buffers of a device.
 
-    Calling the object returns a context, a *turn*. One thread at a time can be in a turn. The work enqueued in it runs
-    after the work of all earlier turns, whatever streams they were on.
+    Calling the object returns a context, a *turn*. One thread at a time can be in a turn; it may enter another inside.
+    The work enqueued in it runs after the work of all earlier turns, whatever streams they were on. All work of a
+    turn must be on one stream, which is current when the turn begins and when it ends.
+
+    device : a CupyDevice: `record` and `wait` concern its current stream, at `finish` the host waits
     """
 
     def __init__(self, device):
-        self.device, self.lock, self.event = device, RLock(), device.record()
+        self.device, self.lock, self.event = device, Lock(), device.record()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -52,12 +55,13 @@ class Turns:
                 raise NotSupported(
                     "RWKV: a model's calls cannot be captured in a CUDA graph; they make graphs themselves"
                 )
-            self.device.wait(self.event)  # also on the same address of a stream: the earlier stream may be gone
+            # Also if the stream's address is that of the last turn: that stream may be gone, and this one new.
+            self.device.wait(self.event)
             try:
-                yield
+                yield  # Ctrl-C before `with` knows the context drops the generator: `finally` and the lock's `with` run
             finally:
                 self.device.record(self.event)
 
     def wait(self):
-        """Waits until the work of all earlier turns is done, so that its memory may be freed."""
+        """Waits until the work of all earlier turns is done, so that its memory may be freed. For threads in a turn."""
         self.device.finish(self.event)
