@@ -124,7 +124,7 @@ __device__ __forceinline__ void store_pairs(Memory& s, int stage, const Values& 
         const float product = has_keys ? -products[4 * n + 2 * h + p] : products[4 * n + 2 * h + p];
         const bool is_earlier = j + p < i, is_pair = has_keys ? is_earlier : j + p <= i;
         const float without_beta = is_pair ? decay * product : 0.f, term = without_beta * scores[4 * n + 2 * h + p];
-        // +0, not -0, where there is no pair: add_pair_products ORs dkk with its transpose. Nor NaN: D may have it there.
+        // +0, not -0 nor a NaN of D, where there is no pair: add_pair_products ORs dkk with its transpose.
         pair_gradients[n][2 * h + p] = is_pair ? beta * without_beta : 0.f;
         beta_terms[2 * n + p] += term;
         dg_terms[p] = is_earlier ? beta * term : 0.f;
