@@ -147,6 +147,10 @@ SPILLED = {
     ("gated/backward_channels", "sm_86"): 24,
     ("gated/backward_channels", "sm_89"): 24,
     ("gated/backward_states", "sm_120"): 136,  # float32 in three products, 128 columns: every 32 tokens
+    ("gated/scan_segments", "sm_86"): 48,  # many segments of small states
+    ("gated/scan_segments", "sm_89"): 48,
+    ("gated/scan_segments", "sm_100"): 28,
+    ("gated/scan_segments", "sm_120"): 64,
     ("gated/segment_states", "sm_100"): 16,
     ("gated/segment_states", "sm_120"): 12,
     ("stages/intra_chunk", "sm_80"): 32,  # RWKV-6, 128 channels, data of 16 bits
