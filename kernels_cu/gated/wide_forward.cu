@@ -4,7 +4,8 @@
 //           Decays [K] are e^(sum of log gates): E_i over the chunk's gates up to i (RWKV-6: up to i - 1), L_j over
 //           those after j, D over all.  o_i = scale (S^T (E_i q_i) + sum_j A_ij v_j),  S <- D S + sum_j L_j k_j v_j^T
 // shapes    v o [B, H, T, V], initial and final state [N, H, K, V] float32; operands: of every 128 channels a tile of
-//           E_i q_i, then one of L_j k_j; scores: A, rounded, then its rounding errors; decays: D (wide_storage.cuh)
+//           E_i q_i, then one of L_j k_j; scores: A, rounded, then its rounding errors; decays: D (wide_storage.cuh).
+//           Of channels beyond K operands are 0 and D is 1 (wide_operands.cu reads zeros there), so that S stays 0
 // grid      a block for every (sequence, head, 64 columns of V), sequence slowest; a warp for every 16 of the columns
 //           and 128 of the channels
 // smem      WideShared: operands of two chunks, and the outputs over each tile of channels
@@ -16,10 +17,11 @@
 //
 // Names. WIDE = 128: channels of a tile; TILE_SIZE: numbers of a tile [CHUNK = 32 tokens, WIDE]; SCORES: numbers of a
 // chunk's scores, whose layout is WideScores; STAGES = 2: chunks in shared memory. copy_tile and fetch_rows start
-// copies of neighbouring numbers, and of rows; rows after the end become 0.
+// copies: of any multiple of 16 bytes, by THREADS threads, and of rows; rows after the end become 0.
 // With g = lane / 4, t = lane % 4 a lane has, of its warp's 16 columns: State, S[n][2h + p], column g + 8h, channel
 // 8n + 2t + p; Output, o[m][side][2h + p], token 16m + 8h + g, column 8 side + 2t + p. Piece<4, T>: four numbers of a
-// row. chunks_of: a sequence's chunks in its batch row. opaque: keeps the compiler from holding addresses in registers
+// row. A batch row has row_sequences sequences and NC chunks; tokens_of and chunks_of (Span: start, stop): those of a
+// sequence. opaque: keeps the compiler from holding addresses in registers
 #include "gated/forward_copies.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/wide_storage.cuh"
@@ -50,7 +52,8 @@ template <typename T, int TILES> struct alignas(16) WideShared {
   float sums[TILES][CHUNK<T>][LDO];  // each tile's part of the chunk's o, the sum over its channels
 };
 
-// T: bfloat16; TILES: tiles of 128 channels that K has, the last one maybe in part.
+// T: bfloat16; TILES: tiles of 128 channels that K has, the last one maybe in part. Two blocks, as the host counts
+// (GatedWideForward), if Hopper's shared memory has room: with two tiles.
 template <typename T, int TILES>
 __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_wide_forward(const Args<T> args) {
   constexpr int THREADS = 32 * STRIPS * TILES, BT = CHUNK<T>;
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
           *reinterpret_cast<float2*>(&s.sums[tile][8 * n + g][16 * strip + 8 * side + 2 * t]) = {
               o[n / 2][side][n % 2 * 2], o[n / 2][side][n % 2 * 2 + 1]};
     }
-    // S <- D S + sum of L k v^T; 1, here and above: PRODUCTS, one product for each
+    // S <- D S + sum of L k v^T. The argument 1, here and above, is PRODUCTS, which only float32 data have more of.
     update_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, in.v, in.decays + tile * WIDE, 16 * strip);
     __syncthreads();  // the outputs over each tile are in shared memory
     const i64 token = span.start + BT * chunk;
@@ -138,7 +141,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] *= scale;
       T* to = args.o.row(b, h, token + row) + first_column + column;
-      if (bytes >= 8) {
+      if (bytes >= 8) {  // V is then a multiple of 4 numbers of 2 bytes: all four are inside
         Piece<4, T> four;
         four.set(x);
         four.store(to);
