@@ -1,14 +1,19 @@
 // what      Types of shared memory for a chunk of tokens, in the delta rules' kernels of every card.
 // limits    T of bfloat16, float16, single
+//
+// From operands.cuh: `single`: a float x, the type of float32 data; Word<T>: two numbers of T, 32 bits of two 16-bit
+// numbers or the float2 of two `single`
 #include "delta/operands.cuh"
 #include "ptx.cuh"
 
-constexpr int BT = 32;      // tokens of a chunk
-constexpr int LD = BT + 4;  // distance of rows in a float matrix [BT, BT]: rows are in different banks
+constexpr int BT = 32;  // tokens of a chunk
+// The distance of rows in a float matrix [BT, BT]: 16 bytes of each of eight neighbouring rows are in different banks.
+constexpr int LD = BT + 4;
 
 // A matrix [BT, BT]. If T has 16 bits, each number is the sum of two: the rounded number, and its rounding error REST
-// numbers later. A `single` (float32 data) has no second number. NUMBERS: how many; LDA: the distance of rows. at(i,
-// j): the address of the rounded number; number(i, j): the sum.
+// numbers later. A `single` has no second number. NUMBERS: how many; LDA: the distance of rows, by which the 16 bytes
+// of eight rows that ldmatrix reads at a time are in different banks. at(i, j): the address of the rounded number;
+// number(i, j): the sum.
 template <typename T> struct alignas(16) Matrix {
   static constexpr int NUMBERS = sizeof(T) == 4 ? 1 : 2, LDA = BT + 8, REST = BT * LDA;
   T x[NUMBERS * REST];
@@ -18,15 +23,17 @@ template <typename T> struct alignas(16) Matrix {
     if constexpr (NUMBERS == 1) return to_float(two[0]);
     else return to_float(two[0]) + to_float(two[REST]);
   }
-  // The rounding errors of numbers i, j and i, j + 1; j is even.
+  // The rounding errors of numbers i, j and i, j + 1, 0 of `single`; j is even.
   __device__ __forceinline__ float2 errors_at(int i, int j) const {
     if constexpr (NUMBERS == 1) return {};
     else return unpack_pair(x + REST + i * LDA + j);
   }
 
-  // Loads rows row + 0...15, columns column + 0...15 as words (pairs of neighbours) of tensor cores' operands: of the
-  // rounded numbers (number 0) or of their errors (1). Not TRANSPOSED: a left operand. TRANSPOSED: a[0] and a[1] are a
-  // right operand of the first 8 columns, a[2] and a[3] of the last 8, for a sum over rows.
+  // Loads rows row + 0...15, columns column + 0...15 as tensor cores' operands: of the rounded numbers (number 0) or of
+  // their errors (1, which callers, whose loops end at NUMBERS, never ask of `single`). column: a multiple of 8, for
+  // ldmatrix's 16 bytes. Not TRANSPOSED: a left operand, whose words are neighbours in a row. TRANSPOSED: a[0] and a[1]
+  // are a right operand of the first 8 columns, a[2] and a[3] of the last 8, for a sum over rows; words are neighbours
+  // in a column.
   template <bool TRANSPOSED = false>
   __device__ __forceinline__ void load(Word<T> (&a)[4], int number, int row, int column, int lane) const {
     if constexpr (sizeof(T) == 4) {
@@ -45,10 +52,10 @@ template <typename T> struct alignas(16) Matrix {
   }
 };
 
-// Numbers of a chunk's tokens. Inverse lengths are 1 if rows are not normalized. A token's decay is e^g of its log gate
-// g; past the sequence's end it is 1, and beta is 0.
+// Numbers of a chunk's tokens for GatedDelta, the rule with one gate a token. Inverse lengths are 1 if rows are not
+// normalized. A token's decay is e^g of its log gate g; past the sequence's end it is 1, and beta is 0.
 struct alignas(16) TokenFactors {
-  float decay_between[BT][LD];  // [i][j]: from after token j through token i; 0 for i < j
+  float decay_between[BT][LD];  // [i][j]: from after token j through token i; 1 for i = j, 0 for i < j
   float beta[BT];
   float decay_from_start[BT], decay_to_end[BT];  // from the chunk's start through token i; from after it to the end
   float inverse_length[2 * BT];                  // of keys, then of queries
