@@ -48,11 +48,10 @@ except Exception as error:
 
 def chosen(kernels, exhaustive, seed):
     """What is measured: instances by target, the only one of a file that has kernels for one card alone."""
-    own = kernels[0].arch
+    own, most = kernels[0].arch, pairs.instances(kernels, 2)
     if exhaustive:
-        others = {} if own else dict.fromkeys(OTHERS, pairs.instances(kernels, 2))
-        return dict.fromkeys([own] if own else MAIN, kernels) | others
-    few = pairs.instances(kernels, 1, seed)
+        return {own: kernels} if own else dict.fromkeys(MAIN, kernels) | dict.fromkeys(OTHERS, most)
+    few = pairs.instances(most, 1, seed)
     draw = random.Random(f"{seed} {kernels[0].file}")
     part = draw.sample(few, -(-len(few) // 4))
     if own:
