@@ -9,16 +9,17 @@ from .numpy_layers import FLOAT32
 
 
 def cpu_layers(model_class, weights, sizes, dtype, state_dtype, loaded):
-    """The layers of a `model_class`, from arguments that `Model.layers_on` describes.
+    """The layers of a `model_class`.
 
+    The other arguments: `Model.layers_on` describes them; `loaded` is called with each array once it is loaded.
     ContractTypeError for a dtype that the CPU does not take; NotSupported if `dtype` needs Numba, which is missing.
     """
     model_class.version.checked_dtype(state_dtype, (FLOAT32,), " for the state on the CPU")
-    dtype = format_of(model_class.version, weights, dtype)
-    if dtype == "float32" and not has_loops():
-        return model_class.numpy_layers(weights, sizes, dtype, loaded)
+    format = format_of(model_class.version, weights, dtype)
+    if format == "float32" and not has_loops():
+        return model_class.numpy_layers(weights, sizes, format, loaded)
     loops()  # raises NotSupported without Numba
-    return model_class.module("numba_layers").NumbaLayers(weights, sizes, dtype, loaded)
+    return model_class.module("numba_layers").NumbaLayers(weights, sizes, format, loaded)
 
 
 def has_loops() -> bool:
@@ -30,10 +31,13 @@ def has_loops() -> bool:
 
 
 def format_of(version, weights, dtype) -> str:
-    """One of FORMATS: `dtype`, or by default the format of the weights: float32 if that is no FORMAT, or if it is
-    bfloat16 and Numba is missing."""
+    """One of FORMATS, the formats of matrices on the CPU: `dtype`, or by default the format of the weights.
+
+    The default is float32 if the weights have none of FORMATS, or have bfloat16 and Numba is missing. Without Numba a
+    file's int8 and int4 stay, and so does a `dtype` that is given: then `cpu_layers` raises.
+    """
     if dtype is None:
-        head = weights["head.weight"]
+        head = weights["head.weight"]  # its format is taken as that of all matrices
         own_format = head.format if isinstance(head, Stored) else str(head.dtype)
         return own_format if own_format in FORMATS and (own_format != "bfloat16" or has_loops()) else "float32"
     try:
