@@ -4,9 +4,13 @@
 //             finishing warp  adds the warps' sums of a tile, and stores the results
 //             stage           a tile's weights in STAGE neighbouring columns; copied to a ring (decode_weights.cuh)
 //             staging area    shared memory for the vectors that are multiplied, as operands of tensor cores
-//             epoch           the number of the layer, counted over all launches; HEAD's is one more than the last's
+//             epoch           the number of the layer, counted over all launches; HEAD's is one more than the last's,
+//                             as the next token's first layer has. HEAD stores no words, and reads the last layer's
 //             input           a vector that a phase multiplies; phases with several (mixes of key, value ...) number
 //                             them
+//             vector          a vector's place in the staging area, which has VECTORS of them for a norm's mixes
+//             unit            with int8 weights a number of a vector is an integer of four digits times a unit, a power
+//                             of 2 that each warp chooses for the numbers that it multiplies
 // math      A layer is a sequence of phases (decode_phases.cuh). Most are products W x of weights [rows, K] with
 //           vectors: x is LN(x) mixed with the previous token's, or what an earlier phase has computed. Rows are
 //           computed in tiles of ROWS = 16; a block has some tiles of each phase (s.tiles). OUTPUT ends the time mix
@@ -20,7 +24,8 @@
 //           sums of a tile are in tile_sums; taken: the finishing warp has read them. Named: 1, of the computing
 //           threads, see each call of sync(); 2, of these and the finishing warp, once: all have read args.arrived.
 //           Results reach other blocks as words, which readers wait for (words.cuh): numbers with their epoch, in words
-//           of 8 bytes (float32 weights), or with its lowest bit alone, in words of 4 bytes
+//           of 8 bytes (float32 weights), or with its lowest bit alone, in words of 4 bytes. These are written in every
+//           layer, and not before all readers have read the layer before (decode_few.cu): so one bit is enough
 // numerics  each number of a vector is TERMS numbers that tensor cores read exactly (decode_split.cuh); these are
 //           columns of one product, and are added at the end
 #include "rwkv6/decode_norms.cuh"
@@ -28,20 +33,27 @@
 // From the includes:
 //   THREADS = 256 threads compute, WARPS = 8 warps
 //   Lane<T>::STAGE: columns of a stage; STEPS: a lane reads them in so many steps; PIECE: bytes of a row in a stage
-//   Split<T>: how numbers are split into TERMS terms; SUMS: sums of a product, which are added later; Sum<T>::Type:
-//     their type, an integer for int8 weights. PACKED: numbers in a word of operands. DIGITS: whether terms are digits
-//     of base 256, from -128 to 127, as with int8 weights
-//   put_word: stores a number for other blocks; load_words, settle_words: load words, until they are of this epoch
-//   load_stages: loads operands from the staging area; fetch<FOURS, GATED>: waits for words and stores their operands
+//   Split<T>: how numbers are split into TERMS terms; SUMS: sums to which a step's instructions add in turn, as one
+//     waits for the one before it in the same sum; Sum<T>::Type: their type, an integer for int8 weights. PACKED:
+//     numbers in a word of operands. DIGITS: whether terms are digits of base 256, from -128 to 127: int8 weights
+//   put_word: stores a number for other blocks; load_words, settle_words: load words, until they are of this epoch;
+//     number: a word's number
+//   load_stages: loads operands from the staging area; fetch<FOURS, GATED>: waits for words and stores their operands,
+//     FOURS groups of four in each iteration; AT_ONCE<FOURS>: how many numbers all warps have in one iteration.
+//     NEIGHBOURS: words that a load of 16 bytes has
 //   normalise: stores the operands of a phase's first mix of LN(x), mix_again: those of another one. normed_words,
 //     x_words, last_x_words: the words of LN(x), of x after a mix, and of x after the last layer
-//   row_of_slot, next_slot: the lane's part of the next stage
+//   row_of_slot: where the lane's part of the next stage begins; next_slot goes on to the stage after it
 //   state_row: the row of the states of all layers
-//   init_stages: initialises barriers and the block's tiles; copy_weights: the loop of the copying warps; rows_of,
+//   init_stages: initialises barriers and the block's tiles (`summed` and `empty` for an arrival of each computing
+//     thread, `taken` of each lane of the finishing warp); copy_weights: the loop of the copying warps; rows_of,
 //     depth_of: the rows of a tile, and their length K
+//   Tiles: count() of them; [n] is the n-th one's number
 //   PHASES: of a layer; multiplies: whether a phase multiplies by weights; is_normed: whether by LN(x) or its mixes
 //   input_of: the input of a tile
 //   opaque: hides a value's origin from the compiler
+//   args.arrived: of each block, how many layers it has computed in all launches; first, last: the launch has phases
+//     [first, last), numbered layer * PHASES + phase
 
 // Version: the class of the version's phases, which is derived from this one. It has
 //   finish   stores results of phases other than OUTPUT, FFN_VALUE and HEAD
@@ -52,10 +64,11 @@
 //   VECTORS     2: a block computes both mixes of FFN_INPUTS at once, and no other normed phase has two inputs; 1: one
 //               mix at a time; then a version with a normed phase of several inputs has KEEPS_NORM
 //   KEEPS_NORM  LN(x) stays in the staging area, for mix_again
-//   HOLDS_WEIGHTS, for OUTPUT and FFN_INPUTS. Held weights are multiplied by the first numbers that are staged, so all
-//               of the vector must be staged at once. The host makes args.staged at least D, their K; FFN_VALUE's
+//   HOLDS_WEIGHTS  of OUTPUT and FFN_INPUTS lanes load the first weights before the vector is there (`held` in
+//               `products`). They are multiplied by the first numbers that are staged, so all of the vector must be
+//               staged at once. The host makes args.staged at least D, their K (rwkv6_model_kernels.py); FFN_VALUE's
 //               vector may be staged in parts
-//   share_of    gives a block the same tiles of OUTPUT and of FFN_VALUE, in every layer
+//   share_of    gives a block the same tiles of OUTPUT and of FFN_VALUE, in every layer: one `case` has both
 constexpr int MOST_DIGITS = 8192;  // the most numbers in the staging area with digits
 
 template <class Version, typename T, typename S, int STAGES> struct DecodeLayers : DecodeNorms<T, S, STAGES> {
@@ -65,7 +78,9 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   typedef typename Block::Operands Operands;
   typedef typename Block::Word Word;
   static_assert(VECTORS == 2 || VECTORS == 1 && KEEPS_NORM, "a phase with two inputs is normed once");
-  int tile_count;  // tiles of all phases so far: even and odd ones use the two places in s.tile_sums
+  // Tiles of all phases so far: even and odd ones use the two places in s.tile_sums. `products` and finish_products
+  // count the same tiles, each in its own warps; `decode` hands the count, like `next`, from phase to phase.
+  int tile_count;
 
   // next: twice the number of the next stage of weights, plus the parity of its barrier `full`.
   __device__ __forceinline__ DecodeLayers(const Args<T, S>& args, Shared<STAGES>& s, u32 epoch, int next = 0,
@@ -89,11 +104,13 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   typedef typename Sum<T>::Type Sums[CHAINS][Split<T>::SUMS][4];
 
   static constexpr bool GATED = true, UNGATED = false;
-  // FOURS: groups of four words that a lane waits for at once, or FEW if these are all. Held weights, and gates, leave
-  // registers for fewer. With digits a call of `fetch` must find one unit for all numbers.
+  // FOURS: groups of four words that a lane waits for at once. If FEW groups are all that it has, it waits for these.
+  // Held weights, and gates, leave registers for fewer. With digits FOURS groups must be all of the numbers staged, at
+  // most MOST_DIGITS: `fetch` finds one unit for each iteration, and products know one.
   static constexpr int FEW = 2;
 
-  // Waits for `count` words, and stores the operands of their numbers in the staging area, in rows of `pitch` numbers.
+  // Waits for `count` words, and stores the operands of their numbers in the staging area, in a row for each term.
+  // pitch: from one row to the next, in numbers; `staged` of `products`, also for a last part with fewer numbers.
   __device__ __forceinline__ void fetch_words(const Word* words, int pitch, int count) {
     const Word* const gates = nullptr;
     fetch_staged<Block::NEIGHBOURS + (HOLDS ? 1 : 4), UNGATED>(words, gates, pitch, count);
@@ -141,7 +158,8 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     uint4 above[STEPS], below[STEPS];
   };
 
-  // Waits for the next N stages of weights, 16 rows each, and loads the lane's weights of them.
+  // Waits for the next N stages of weights, 16 rows each, and loads the lane's weights of them. copy_weights fills
+  // stages in the order in which `products` takes them: by phase, tile of s.tiles, and column.
   template <int N> __device__ __forceinline__ void load_slots(Slot* slots, int (&stages)[N]) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -218,7 +236,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
   // for the place in tile_sums.
   __device__ __forceinline__ void products(i64 layer, int phase) {
     const Tiles tiles = s.tiles[phase];
-    if (tiles.count() == 0) return;
+    if (tiles.count() == 0) return;  // finish_products and copy_weights have nothing to do either
     const bool normed = is_normed(phase);
     // Only if a tile has HELD_STAGES stages.
     const bool holds = HOLDS && (phase == OUTPUT || phase == FFN_INPUTS) && D > (HELD_STAGES - 1) * Lane<T>::STAGE;
@@ -274,7 +292,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
             multiply_slots<1>(sums, x);
           }
         }
-        // With digits after each part of the vector, whose unit is its own.
+        // With digits after each part of the vector, whose unit is its own. Otherwise once, after the last part.
         if (DIGITS || start + staged >= K) add_sums(totals, sums, vector);
       }
       const SumsPlace place = place_of(tile_count);
@@ -284,7 +302,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
         const int column = 2 * t + i % 2;  // of the product: a term of the vector's numbers
         if (column < TERMS) s.tile_sums[place.buffer][column][g + i / 2 * 8][warp] = totals[i];
       }
-      mbarrier_arrive(s.summed[place.buffer]);
+      mbarrier_arrive(s.summed[place.buffer]);  // by each thread, for what it has stored
     }
   }
 
