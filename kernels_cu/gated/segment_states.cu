@@ -14,25 +14,30 @@
 // barriers  one a step: the step has been copied, and the stage that is filled next has been read. The block stops, and
 //           leaves out earlier tokens, after two votes:
 //             at that barrier: the gates read so far sum to -48 (FORGOTTEN_NATS) or less in all channels, and none is
-//             above 0. Gates that are not read may be above 0, and what they leave large: they are taken to be like
-//             those read
-//             at one more: each number of S is at least 2^21 times the decay over the gates read, of which an earlier
-//             state of size 1 would thus add at most 5e-7 (hides_forgotten in tensor.cuh). Gates of later segments
-//             multiply both alike
-//           The segment's decay is then 0: the state before the segment is dropped, too, in the block's columns
+//             above 0. The block assumes that gates which it does not read are like these: growth by more than 30
+//             nats before them is lost (docs/gates.md)
+//             at one more: each number of S, of this part alone, is at least 2^21 times the decay over the gates read.
+//             So an earlier state of size 1 would add at most 5e-7 of it (hides_forgotten in tensor.cuh). Gates of
+//             later segments multiply both alike
+//           Each part votes by itself: others may go on, and add what is still theirs. If part 0, which stores the
+//           segment's decay, stops, it stores 0: the state before the segment is dropped, too, in the block's columns
 // numerics  S in float32 accumulators; products as in fragments.cuh. A token's decay is exp of the sum of the gates
 //           after it; gates are never subtracted. If positive gates take the decay beyond float32's range, a small key
 //           times the decay may still be in it: then the decay is two factors (multiply_by_half). Tokens that are left
 //           out would be decayed by e^-48 (1.4e-21): float32's rounding of later tokens' terms (6e-8) is larger unless
 //           the terms left out are 4e13 times as large (6e-8 / 1.4e-21)
 // source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
-// limits    BK and BV of 64, 128
+// limits    BK and BV of 64, 128; if T is float16, BV of 64
+// tests     test_portable_forward; test_segments, its cases "portable" and every_card, for what is forgotten
 //
 // Names. Math<T, PRODUCTS> (fragments.cuh) is how data T are multiplied. A product is D[16, 8] += A[16, 16] B[16, 8]:
 // Left and RightData are a lane's part of A and B; set(p, pair) sets the p-th of its pairs of numbers, rounded;
-// accumulate(d, a, b): d += A B for two B, for sums over many tokens.
-// four_lane_sums(x) (decays.cuh): the sums of x over the four lanes with the same lane / 4: `all`, and `after`, of the
-// lanes with a larger lane % 4. opaque(x) (ptx.cuh): x, but what depends on it is computed again
+// set(p, word, T{}): given as a word of two numbers T. accumulate(d, a, b): d += A B for two B; if both are split,
+// A B is added in float32, which rounds, since tensor cores cut sums off. DEPTHS: products of a step. g, t: lane / 4
+// and lane % 4, as in fragments.cuh; in.g, args.g, to.g: the gates. row_sequences: segments of a batch row; tokens_of:
+// a segment's tokens in it. decay_of(x): e^x. at_most: the smaller one, but NaN stays NaN. four_lane_sums(x)
+// (decays.cuh): the sums of x over the four lanes with the same lane / 4: `all`, and `after`, of the lanes with a
+// larger lane % 4. opaque(x) (ptx.cuh): x, but what depends on it is computed again
 #include "decays.cuh"
 #include "fragments.cuh"
 #include "ptx.cuh"
@@ -101,7 +106,9 @@ __device__ __noinline__ void copy_unaligned_rows(Tile<T, E, COLS>& to, const E* 
 // Copies steps of an array in memory to tiles. Each call of `copy` copies one step: first the segment's step
 // `first_step`, counted from its start, then always the one that is `every` steps earlier. rows: the segment's tokens
 // from the step on; columns: those of the array; what is beyond becomes zero. bytes: as in Args. If it is 16, a thread
-// copies the same 16-byte piece of every AT_ONCE-th row.
+// copies the same 16-byte piece of every AT_ONCE-th row, which all have the same n in Tile::place.
+// `from` is the next step's first row, or, if `bytes` is 16, this thread's first piece of it: then `copy` without
+// `bytes` must be called. If no step is left, in a part without steps from the start, it is before the segment, unread.
 template <int THREADS, typename T, typename E, int COLS> struct StepCopier {
   using Columns = Tile<T, E, COLS>;
   static constexpr int ACROSS = COLS / Columns::PIECE, AT_ONCE = THREADS / ACROSS;
@@ -110,6 +117,7 @@ template <int THREADS, typename T, typename E, int COLS> struct StepCopier {
 
   __device__ __forceinline__ static int row() { return threadIdx.x / ACROSS; }
   __device__ __forceinline__ static int col() { return threadIdx.x % ACROSS * Columns::PIECE; }
+  // rows: the segment's first row.
   __device__ __forceinline__ StepCopier(const E* rows, i64 stride, int first_step, int bytes)
       : from(rows + first_step * STEP<T> * stride + (bytes == 16 ? row() * stride + col() : 0)) {}
 
@@ -147,7 +155,8 @@ __device__ __forceinline__ void load_lane_tokens(float (&x)[LANE_TOKENS<T>], con
 }
 
 // In nats. If the gates after a step sum to more than this, the decays of the step's tokens are two factors: float32
-// ends at e^88, which leaves 28 nats for the gates of the step itself.
+// ends at e^88, which leaves 28 nats for the gates of the step itself. With more a state overflows anyhow, unless keys
+// are small (docs/numerics.md).
 constexpr float LARGEST_SUM = 60.f;
 
 // The first of two multiplications of x by exp(nats + more), which may be beyond float32's range: multiplies x by exp
@@ -169,7 +178,7 @@ __device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& t
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(T) == 2) {
     u32 r[4];  // r[0], r[1]: tokens 4m, 4m + 1 and 4m + 2, 4m + 3 of this lane; r[2], r[3]: of the column 8 further
-    const int n = (lane >> 3 & 1) * 2 + (lane & 1);
+    const int n = (lane >> 3 & 1) * 2 + (lane & 1);  // of the row that this lane points to; loops have their own
     ldmatrix_x4_trans(r, tile.x + tile.place(lane >> 1 & 3, n + 4 * m, col + (lane >> 4) * 8));
 #pragma unroll
     for (int n = 0; n < 4; ++n) b[n >> 1].set(n & 1, r[n], T{});
@@ -200,7 +209,8 @@ template <int BK, int BV> struct SegmentTile {
   }
 };
 
-// T: the type of k and v; G: that of g. PRODUCTS: tf32 products for each product of float32, 1 or 3.
+// T: the type of k and v; G: that of g, T or float. PRODUCTS: tf32 products for each product of float32, 1 or 3. 512
+// threads share a multiprocessor, so that each has 128 registers (blocks_per_multiprocessor of GatedSegmentStates).
 template <typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const Args<T, G> args) {
   using M = Math<T, PRODUCTS>;
