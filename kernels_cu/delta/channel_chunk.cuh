@@ -18,8 +18,9 @@
 //             multiply_triangles
 // limits    BK of 64, 128, 256; a thread block of 2 BK threads: a warp for every 16 channels
 // tests     test_delta_kernels; test_compile (no spills)
-// numerics  Tokens, if normalized divided by their lengths, are divided by powers of 2 that bring these to [1, 2). The
-//           squares of lengths are sums over channels before that: one that is 0 or infinite tells no power. Pairs of
+// numerics  Normalized tokens are divided by their lengths. Each token is then divided by a power of 2 that brings its
+//           length to [1, 2), up to rounding. The square of the length is a sum over channels in float32: if it is 0
+//           the power is 1; if it is infinite, 2^126 (1 if normalized), which does not bring the length there. Pairs of
 //           one block are multiplied in float32; the kernels decay the column token by token, as the recurrence does.
 //           Of 16-bit data, rows and columns of other pairs are rounded to float16, and so are keys decayed to the
 //           chunk's end. A decay is a product of the decays of the tokens in between, so that any gate is exact
@@ -29,8 +30,11 @@
 //   BT = 32 tokens; place: an address in a tile; multiply_rows: products of 16 rows with 8 rows
 //   RowsReader: loads 8 rows of a tile as right operands; Reader(row, piece): what address a lane gives to ldmatrix
 //   Matrix: [32, 32] numbers, each the sum of NUMBERS: two for 16-bit data, REST apart. LDA: the distance of its rows;
-//     LD: that of a float matrix. put_split_pair: stores a pair so. Word, unpack_pair: two neighbouring numbers;
-//     word_of: two floats as a Word. Accumulators: a warp's sums [BT, 16 channels]
+//     LD: that of a float matrix. load(a, n, row, column, lane): number n of the left operand at (row, column).
+//     put_split_pair: stores a pair so. Word, unpack_pair: two neighbouring numbers; word_of: two floats as a Word.
+//     Accumulators: a warp's sums [BT, 16 channels]
+//   copy_numbers: as copy_pieces, number by number, for rows that do not start on 16 bytes
+//   decay_of(g): e^g, 0 for -inf. own_lane(): threadIdx.x & 31
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 constexpr int BLOCK = 4;              // tokens of a block
@@ -46,7 +50,7 @@ template <int BK> struct BlockTask {
   int lane = threadIdx.x & LANES - 1, block = threadIdx.x / u32(LANES), first = BLOCK * block, c = 4 * lane;
 
   // The address of token n of the block, channel c, in a tile of all tokens. Spot (gated/forward_tiles.cuh) takes the
-  // row in a group of 8 tokens and the channel; its at() the tile, the group, and rows further down.
+  // row in a group of 8 tokens and the channel, the first of 4; its at() the tile, the group, and rows further down.
   template <typename X> __device__ __forceinline__ X* at(X* tile, int n) const {
     return Spot<BK, 4, X>(4 * (block & 1), c).at(tile, block >> 1, n);
   }
@@ -95,7 +99,9 @@ __device__ __forceinline__ void copy_pieces(T* tile, const T* from, i64 stride, 
 }
 
 // Starts copying a chunk's tokens: each(copy) calls copy(tile, array, head) for every array. chunk: a ChunkOfBlock
-// (prepared.cuh). Tiles get zeros from the chunk's last token and from the array's channel K on.
+// (prepared.cuh); its row() is the array's row of the chunk's first token. Tiles get zeros after the chunk's last
+// token, and from the array's channel K on. args.bytes: the most bytes that one copy may have, as all arrays' rows are
+// aligned.
 template <int BK, int THREADS, class Args, class Chunk, class Each>
 __device__ __forceinline__ void fetch_tokens(const Args& args, const Chunk& chunk, Each each) {
   const int K = int(args.shape.K);
@@ -112,7 +118,8 @@ __device__ __forceinline__ void fetch_tokens(const Args& args, const Chunk& chun
 
 // ---- lengths --------------------------------------------------------------------------------------------------------
 
-// The largest power of 2 that is not above the root of `squares`; 1 if that is 0.
+// The largest power of 2 that is not above the root of `squares`; 1 if that is 0. Where the root is a power of 2, up to
+// rounding, it may be the one above or below: any power of about this size serves.
 __device__ __forceinline__ float power_below(float squares) {
   if (squares == 0.f) return 1.f;
   const int exponent = int(floorf(0.5f * log2_approx(squares)));
@@ -218,7 +225,8 @@ template <int LANES> struct SumsOfPairs {
 };
 
 // The pair (i, j) of a block's tokens with number n of PAIRS: for each i, for each j <= i, that pair and, if j < i, the
-// same as a strict one: (0, 0) | (1, 0), strict (1, 0), (1, 1) | (2, 0), ... Those of i begin with number i^2.
+// same as a strict one: (0, 0) | (1, 0), strict (1, 0), (1, 1) | (2, 0), ... Those of i begin with number i^2. A strict
+// pair's row is of a kind that reads the state before its own token is written: keys, or a in dplr_prepare.cu.
 struct PairOfBlock {
   bool strict;
   int i, j;
@@ -297,7 +305,8 @@ template <int BK> __device__ __forceinline__ void clear_rows(float (&M)[BT][LD],
 }
 
 // Where a block's second warp, if BK is 256, leaves its sum of pair l % PAIRS to lane l of the first one, behind a
-// barrier of the thread block: in the gaps between the rows of M, which rows do not overwrite.
+// barrier of the thread block: in the gaps between the rows of M, which clear_rows and stores of scores leave as they
+// are. Of LD = BT + 4 numbers of a row the last 4 are the gap.
 template <int BK> __device__ __forceinline__ float& in_gap(float (&M)[BT][LD], const BlockTask<BK>& task) {
   static_assert(LD == BT + 4 && PAIRS == 4 * BLOCK);
   const int n = task.lane % PAIRS;
@@ -349,8 +358,9 @@ __device__ __forceinline__ Triangle identity() {
 // blocks such as X21 (rows 2, columns 1), 1 is the first 16 tokens, 2 the others. X11 and X22 come from forward
 // substitution, in float32; X21 is N22 (x21 + diag(weight) M21 X11), products of `single`. For these products two
 // blocks are stored transposed: X11 in `room`, where the caller may store the result afterwards, and N22 above M's
-// diagonal, where the caller has nothing. M stays until all warps that read N22 have met at a barrier.
-// inverts: x is the identity, so that X22 is N22; else another warp stores N22. `wait` waits until both are stored.
+// diagonal, where the caller has nothing. M stays until all warps that read N22 have met at a barrier: the callers'
+// next one of the thread block. inverts: x is the identity, so that X22 is N22; else another warp stores N22. `wait`
+// waits until both are stored: __syncwarp if the warp inverts alone, else a named barrier of the warps that share M.
 constexpr bool INVERTS = true;
 template <typename T, class Wait>
 __device__ __forceinline__ void solve(Triangle& x, float (&M)[BT][LD], const float (&weight)[BT], Matrix<T>& room,
@@ -480,6 +490,7 @@ __device__ __forceinline__ void load_left(Word<T> (&a)[NUMBERS][4], const float 
 template <int THREADS, typename T, class X, class F, class... Y>
 __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... transposed) {
   constexpr int WARPS = THREADS / 32, TOGETHER = WARPS < 8 ? 8 / WARPS : 1;  // tasks of the same columns
+  // With 4 warps, each has both tasks of its columns, rows 0 and 16; with 8, each has one; of more, 8 have one.
   static_assert(WARPS == 4 || WARPS >= 8, "warps of the same columns have the tasks of both rows");
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll 1
@@ -496,7 +507,7 @@ __device__ __forceinline__ void multiply_triangles(const X& x, F f, const Y&... 
         if (token > row || token + 15 < column) continue;
         Word<T> a[Matrix<T>::NUMBERS][4];
         load_left<T>(a, x, row, token);
-        int n = 0;
+        int n = 0;  // the number of Y, not of the warp's task
         const auto multiply = [&](const Matrix<T>& y) {
           if constexpr (sizeof(T) == 4) {
             const T* pair = y.x + (column + g) * y.LDA + token + 2 * t;
