@@ -4,7 +4,8 @@
 // smem      of Shared (forward_storage.cuh), for each group:
 //             inputs          q, k, g [32 tokens, BK], read (without a ScalarDecay's g, which lanes read from memory)
 //             decays          [4 sub-chunks, BK], of each channel over each sub-chunk, written and read
-//             score_operands  32 rows of queries and keys about middles and borders, written and read
+//             score_operands  32 rows of queries decayed from, and keys decayed to, their sub-chunk's middle, and
+//                             borders between sub-chunks; written and read
 //           and for each stage, which holds a chunk's operands, written for consumers:
 //             operands        q [32, BK] decayed from the chunk's start, k [32, BK] decayed to its end, scores [32, 32]
 //             headers         of BK channels the decays over the chunk; and row[0] = WHOLE_CHUNK
@@ -19,10 +20,12 @@
 // limits    sm_90a; T of float16, bfloat16; BK of 64, 128; K and V multiples of 8; rows start on 16 bytes
 // tests     test_growth_on_hopper: GROWS in test_few_tokens, OUT_OF_FLOAT16 in test_rows_of_any_size
 //
-// T, B: the types of q and k, and of operands at borders (Border). BORDER_IS_NARROWER: B is float16, but T is
-// bfloat16. GATES: the gates that a lane has of a token: 4, of its channels, or 1 if G is ScalarDecay. coord: a
-// ProducerCoord: the lane's group, its thread in the group, its sub-chunk, first_row, and the first of its 4 channels.
-// PRODUCER_GROUPS: how many groups of the cluster take chunks in turn. s.u: RWKV-6's bonus u of each channel
+// T: the type of q and k. Border<K_RANKS, T>: that of operands at borders, float16, but T if K_RANKS is 2.
+// BORDER_IS_NARROWER: it is float16, but T is bfloat16. GATES: the gates that a lane has of a token: 4, of its
+// channels, or 1 if G is ScalarDecay. coord, a ProducerCoord: the lane's group, its thread in the group, its sub-chunk
+// and the chunk's row first_row with which that starts, and the first of its 4 channels. PRODUCER_GROUPS: how many
+// groups of the cluster take chunks in turn. s.u: RWKV-6's bonus u of each channel. Order: AfterWrite (GLA) or
+// BeforeWrite (RWKV-6)
 //
 // From forward_storage.cuh and forward_rows.cuh
 //   WHOLE_CHUNK    the header's row[0] where the stage has a whole chunk. make_tokens, which fills a stage with one
@@ -39,18 +42,26 @@
 // From ptx.cuh
 //   named_barrier_any  a barrier of a group that returns whether any of its threads votes yes
 // From forward_growth.cuh
+//   SUBCHUNK_GROWTH  7 nats: see store_decays_and_vote
 //   EIGHTH         1/8 in a gate's type, as bits. update_largest_gate(x, ..): x becomes the largest of itself and a
 //                  token's gates. exceeds, exceeds_growth: see store_decays_and_vote
 //   send_vote      and wait_for_votes: votes of the cluster's two blocks. make_tokens: makes a chunk token by token,
 //                  and starts copying the next chunk's inputs
+// From forward_operands.cuh
+//   NeighbourDecay  the decay over the half's other sub-chunk. IN_FLOAT16, that is if BORDER_IS_NARROWER, it multiplies
+//                  operands that are float16 already, and so have their row's scale
 // From forward_scales.cuh
-//   RowScales      (rows, coord, above_limit): the scales of rows, 1 for a row that float16 holds, if no gate is above
-//                  LIMIT; NoScales: none
+//   RowScales      (rows, coord, above_limit): the rows' scales, powers of 2. If no gate is above LIMIT: 1 for a row
+//                  that float16 holds; of others the largest number becomes 2^LARGEST_EXPONENT to twice that. Else that
+//                  of every row becomes 2^GROWN_EXPONENT to twice that. NoScales: none
 //   put_undo       stores the inverses of the scales for make_scores
-//   fetch_again    waits for the copies of the next chunk's inputs, then copies this chunk's once more and waits for
-//                  them
+//   fetch_again    waits for the copies of the next chunk's inputs, then copies this chunk's once more, waits for them,
+//                  and clears gates after the sequence's end, as `produce` does
 // From forward_scores.cuh
-//   direct         also scores: the sums; out_of_range(lane): whether the lane has a row that float16 may not hold
+//   TF32_CORRECTION_OF_BOTH  makes up for what a product in tf32 cuts off both operands; consumers multiply q and the
+//                  state so if T is float16
+//   DirectProducts  products of undecayed queries and keys, without a gate between them; `scores`: their sums over
+//                  channels; out_of_range(lane): whether the lane has a row that float16 may not hold
 //   make_scores    stores a warp's share of the scores. A query with its own key: from `direct`. RWKV-6: a query with
 //                  its own key from self_scores, with the key before it from `direct`. All others: products of
 //                  score_operands
@@ -92,15 +103,17 @@ struct ChunkJob {
 //   MADE            this chunk  next chunk: make_chunk
 //   GROWS           this chunk  next chunk: make_scaled
 //                               or make_tokens
-//   OUT_OF_FLOAT16  this chunk  next chunk: make_chunk     this chunk again: fetch_again  next chunk: make_scaled
+//   OUT_OF_FLOAT16  this chunk  next chunk: make_chunk     this chunk again: fetch_again  next chunk: make_scaled,
+//                                                                                         or make_tokens in it
 // The next chunk's inputs are thus there after n + 1 or n + 3, which have one parity: that for which `produce` waits.
 // After the last chunk, fetch_again's copy is n + 1.
 //
 // Phases of the stage's `empty`: make_chunk waits for the one of the stage's previous fill; so does make_scaled, for
-// which it has ended. make_tokens fills the stage 33 or 65 times: an odd number leaves the parity that one fill leaves.
+// which it has ended. make_tokens fills the stage 33 or 65 times (with zeros, then once or twice for each token): an
+// odd number leaves the parity that one fill leaves.
 enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 
-constexpr bool SCALES_ROWS = true, UNSCALED_ROWS = false;  // SCALES_ROWS of make_chunk
+constexpr bool SCALES_ROWS = true, UNSCALED_ROWS = false;  // for parameters SCALES_ROWS, which hide this one
 
 // Steps 1 and 2 of make_chunk. Sets a, the decays of single tokens, and above_limit: whether a lane of the group has a
 // gate above LIMIT, or after_overflow. Returns whether the chunk grows, by the votes of this block:
@@ -116,8 +129,8 @@ __device__ __forceinline__ bool store_decays_and_vote(float (&a)[SUB_CHUNK][GATE
                                                       float scalar_gate, bool after_overflow) {
   constexpr int GATES = GATES_PER_TOKEN<G>, THREADS = ProducerCoord<BK>::THREADS;
   // As bits of G's type: 1/8 nat if BORDER_IS_NARROWER, else GATE_LIMIT. At most 16 gates, of 1/8 each, lie between a
-  // token and its border. Numbers of a row that is not out_of_range are at most 2^13, and 2^13 e^2 = 60531 is in
-  // float16's range, which ends at 65504.
+  // token and its border. Numbers of a row that is not out_of_range, or of a scaled one, are at most 2^13, and 2^13 e^2
+  // = 60531 is in float16's range, which ends at 65504.
   constexpr u32 LIMIT = BORDER_IS_NARROWER<Schedule, T> ? EIGHTH<G> : GATE_LIMIT<T, G>;
   const auto& in = s.inputs[coord.group];
   u32 largest_gate = LIMIT;  // of this lane's gates, as bits, if one is above LIMIT; else LIMIT
@@ -185,7 +198,8 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
                                                   bool after_overflow = false) {
   using Coord = ProducerCoord<BK>;
   constexpr int GATES = GATES_PER_TOKEN<G>;
-  // Scales need BORDER_IS_NARROWER: K_RANKS is then 1, so that no block votes, and NeighbourDecay is IN_FLOAT16.
+  // Scales need BORDER_IS_NARROWER: K_RANKS is then 1, so that no block votes, and NeighbourDecay is IN_FLOAT16: it
+  // multiplies operands with their scales.
   static_assert(!SCALES_ROWS || BORDER_IS_NARROWER<Schedule, T>,
                 "no votes of two blocks, and NeighbourDecay in float16");
   constexpr bool HAS_OUTPUTS = Schedule::has_outputs;
@@ -213,7 +227,8 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
   } else if (!grows) fetch_next_gates();  // before the wait for the stage, which hides some of the copy's latency
   // Decays over the half's other sub-chunk, over the other half, and over all sub-chunks after this one.
   // border_neighbour: `neighbour` for sub-chunks 0 and 3, whose keys and queries are also stored for the border between
-  // the halves; 1 for the others if a warp has two sub-chunks, since their lanes store the same again: see two_borders.
+  // the halves; 1 for the others if a warp has two sub-chunks, since their lanes then store their rows at that border
+  // twice, with the same numbers: see two_borders in put_keys.
   float neighbour[GATES], other_half[GATES], last_decay[GATES], border_neighbour[GATES], later_decay[GATES];
   load_decay(neighbour, decays, coord, coord.subchunk ^ 1);
   load_decay(other_half, decays, coord, coord.subchunk ^ 2);
@@ -252,7 +267,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     float self_scores[SUB_CHUNK], u[4];
 #pragma unroll
     for (int c = 0; c < GATES; ++c) earlier_decay[c] *= IS_BFLOAT16<T> ? scale : scale * TF32_CORRECTION_OF_BOTH;
-    if (BEFORE) unpack(u, &s.u[coord.channel]);
+    if (BEFORE) unpack(u, &s.u[coord.channel]);  // else nothing reads u and self_scores
     const int lane = u32(coord.thread) % 32, warp = u32(coord.thread) / 32;
     __syncwarp();  // zeros that other lanes stored to keys after the sequence's end are visible
     const Scales q_scales(in.q, coord, above_limit);
@@ -261,7 +276,8 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     DirectProducts<BEFORE, CHECKS_RANGE, N, T, BK> direct(in.q, in.k, warp * N, lane);
     put_queries<Order>(s.operands.q[job.stage][job.rank], score_operands, in.q, in.k, a, coord, neighbour_decay,
                        q_scales, earlier_decay, u, self_scores, direct);
-    // The flag is never reset: later chunks of the group return GROWS above, because of after_overflow.
+    // forward.cu sets the flag to false. It is never reset: later chunks of the group return GROWS above, because of
+    // after_overflow.
     if (CHECKS_RANGE && direct.out_of_range(lane)) score_operands.out_of_float16 = true;
     // All operands are in shared memory; q and k have been read.
     named_barrier_sync(PRODUCER_BARRIER + coord.group, Coord::THREADS);
@@ -272,6 +288,7 @@ __device__ __forceinline__ ChunkResult make_chunk(Shared<Schedule, T, G, BK, BV>
     make_scores<WARPS, Order, Schedule, SCALES_ROWS>(s.operands.scores(job.stage)[job.rank], score_operands,
                                                      direct.scores, self_scores, s.operands.scores_offset(job.stage),
                                                      scale, warp, lane);
+    // All threads of the group have read the same: the vote tells the compiler that no warp diverges.
     if (CHECKS_RANGE && __builtin_expect(__any_sync(0xffffffffu, out_of_float16), false))
       return ChunkResult::OUT_OF_FLOAT16;
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
