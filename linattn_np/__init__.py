@@ -1,6 +1,7 @@
 """linattn_np: linear attention for arrays. GLA, delta rules and RWKV on NumPy and CuPy, without torch."""
 
-from .command import loading  # noqa: F401  # isort: skip  # before NumPy is imported
+# First: while NumPy and this package are imported, it has the command linattn-np print one line for an error or Ctrl-C.
+from .command import loading  # noqa: F401  # isort: skip
 from . import layers, ops, stages
 from .autodiff import vjp
 from .errors import ContractError, ContractTypeError, NotSupported
@@ -21,9 +22,9 @@ __all__ = [
     "gdn_gate",
     "kda_gate",
     "rwkv7_gate",
-    "layers",
+    "layers",  # modules whose functions callers reach as linattn_np.layers.f; those of `ops` are names of this module
     "stages",
-    "OPS",
+    "OPS",  # {the declaration of an operator: its function}
     "Explanation",
     "ContractError",
     "ContractTypeError",
@@ -35,5 +36,5 @@ __all__ += ops.steps.__all__
 
 
 def __dir__():
-    """The public names alone; modules are imported by their own."""
+    """The public names alone. Other modules, such as linattn_np.models, are imported by their names."""
     return [*__all__, "__doc__", "__version__"]

@@ -11,19 +11,21 @@ import numpy as np
 from ..errors import ContractError
 from . import operators
 from .call_comparison import agree, all_values
-from .engine import RankLost, begin
+from .engine import RankLost
+from .engine import begin as begin_operation
 
-BUCKET = 1 << 22  # the most numbers of a message, for engines without `all_mean`
+BUCKET = 1 << 22  # the most numbers of a message, of NumPy arrays and for engines without `all_mean`
 BUCKETS = 8  # the most such messages at a time, which bounds the memory
 
 
 class DataParallel:
     """A `Training` whose ranks each compute some rows of every batch. `linattn_np.models.single_process` describes the
-    methods; messages are sent by an engine.
+    methods; messages are sent by an engine. All ranks call the methods in the same order, with arrays of equal shapes.
 
     Every rank computes the gradient of its rows; before each step all ranks compute the mean of these gradients. Parts
     of a gradient are sent while the backward pass computes other parts. All ranks add the gradients in the order of the
-    ranks, and so get the same bits. Hence their weights stay equal without being sent.
+    ranks, and so get the same bits; an engine with `all_mean` must give all ranks the same bits, too. Hence their
+    weights stay equal without being sent.
 
     Example
     -------
@@ -38,7 +40,7 @@ class DataParallel:
     [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]
     """
 
-    cut = None
+    cut = None  # ranks have whole sequences
 
     def __init__(self, comm):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
@@ -46,6 +48,7 @@ class DataParallel:
 
     def agree(self, meaning):
         """Raises `Disagreement` on all ranks if their settings, {name: value}, differ."""
+        # `CallComparison`'s check returns (its result, the rank's tokens, values to compare): here the values alone.
         agree(self.comm, "Training", lambda: (None, 0, meaning | {"the ranks": type(self).__name__}))
 
     def share(self, batch, context):
@@ -62,6 +65,7 @@ class DataParallel:
 
     # -- means over all ranks -----------------------------------------------------------------------------------------
     def begin(self, numbers):
+        """Starts to replace `numbers`, a contiguous array [n], by their mean over all ranks; `finish` waits for it."""
         if not isinstance(numbers, np.ndarray) and hasattr(self.comm, "all_mean"):
             self.under_way.append(self.comm.all_mean(numbers))
             return
@@ -76,7 +80,8 @@ class DataParallel:
             self.under_way.popleft()()
 
     def add_up(self, bucket, wait):
-        """Replaces the numbers of a bucket by the mean of those that `wait()` returns, [ranks, numbers]."""
+        """Replaces the numbers of a bucket by the mean of those that `wait()` returns, [ranks, numbers]: an array of
+        this call's own, which is overwritten, or with one rank the bucket."""
         first, *others = wait()
         for other in others:
             first += other
@@ -84,12 +89,14 @@ class DataParallel:
         bucket[...] = first
 
     def launched(self):
+        """Tells an engine that watches its messages (`Nccl`) that a graph with messages has been launched."""
         if hasattr(self.comm, "launched"):
             self.comm.launched()
 
     # -- the course of a training -------------------------------------------------------------------------------------
     def clock(self, step, seconds):
-        begin(self.comm, f"Training, step {step}")
+        """The first rank's `seconds` on all ranks, which so decide alike; RankLost if they are at different steps."""
+        begin_operation(self.comm, f"Training, step {step}")
         steps_and_seconds = self.comm.all_gather(np.array([step, seconds], np.float64))()
         if (steps_and_seconds[:, 0] != step).any():
             steps = ", ".join(str(int(n)) for n in steps_and_seconds[:, 0])
@@ -137,7 +144,7 @@ class SequenceParallel(DataParallel):
         return batch, self.evenly("context", context)
 
     def part(self, tokens):
-        count = (tokens.shape[1] - 1) // self.size
+        count = (tokens.shape[1] - 1) // self.size  # of inputs; a part has one token more, the last one's target
         return np.ascontiguousarray(tokens[:, count * self.rank : count * (self.rank + 1) + 1])
 
 
@@ -160,7 +167,7 @@ class CutSequences:
         return of_all_ranks[source] if 0 <= source < self.comm.size else None
 
     def vjp_of(self, operator, *arrays, **options):
-        """`vjp` over the tokens of all ranks. The gradient of an array without tokens is that of this rank's tokens,
-        since a training averages it over all ranks afterwards."""
+        """`vjp` over the tokens of all ranks. The gradient of an array without tokens is that of this rank's tokens:
+        a training averages it over all ranks afterwards, whose losses are means over equal parts (`evenly`)."""
         result, pullback = operators.vjp(getattr(operators, operator.__name__), *arrays, comm=self.comm, **options)
         return result, partial(pullback, summed=False)

@@ -1,9 +1,9 @@
 """RWKV-6's two mixes, written once.
 
 `time_mix` and `channel_mix` call operations of an object `ops`, which computes them: with NumPy on the CPU, by steps of
-a plan for prompts on the GPU, or with a pullback of each for gradients. Decoding does not use these functions. On the
-GPU it takes fewer and larger kernels than there are operations (`cuda_decode`); on the CPU it is one loop of Numba's
-(`numba_loops.step`).
+a plan for prompts on the GPU, or with a pullback of each for gradients (`grad`, whose pullbacks follow the order of the
+calls here). Three modules have the formulas once more: `cuda_grad`; `cuda_decode`, in fewer and larger kernels than
+there are operations; and `numba_loops.step`, one loop of Numba's that decodes on the CPU.
 """
 
 from typing import Protocol
@@ -12,10 +12,11 @@ from ..rwkv.mix_operations import CommonOperations
 
 
 class MixOperations(CommonOperations, Protocol):
-    """The operations of the mixes. `low` is the product of a mix and the first matrix, `_down`, of a low-rank pair."""
+    """The operations of the mixes. `low` is the product of a mixed input and the first matrix, `_down`, of a low-rank
+    pair; the formulas multiply by the second, `_up`. xx is the normed input, d the previous token's xx less xx."""
 
     def data_mix(self, layer, low, xx, d):
-        """xx + d (maa + tanh(low) maa_up), [5, ..., D] for w k v r g."""
+        """xx + d (maa + tanh(low) maa_up), [5, ..., D], in the order w k v r g of `weights.LAYER`'s maa."""
 
     def log_decay(self, layer, low):
         """-exp(decay + tanh(low) decay_up)."""
@@ -31,9 +32,10 @@ class MixOperations(CommonOperations, Protocol):
 
 
 def time_mix(ops: MixOperations, layer, x, shift=None, wkv=None):
-    """The residual after a layer's time mix. Operations for gradients need neither `shift` nor `wkv`."""
+    """The residual x plus a layer's time mix. x may be written to; `shift` and `wkv`, the layer's state, are updated.
+    Operations for gradients need neither."""
     (mixed_x,), xx, d = ops.shift_mix(layer, "ln1", "maa_x", x, shift)
-    mixed = ops.data_mix(layer, ops.product(layer, "maa_down", mixed_x), xx, d)
+    mixed = ops.data_mix(layer, ops.product(layer, "maa_down", mixed_x), xx, d)  # w k v r g
     kvrg = ops.product(layer, "kvrg", mixed[1:])
     w = ops.log_decay(layer, ops.product(layer, "decay_down", mixed[0]))
     o = ops.recurrence(layer, kvrg[:3], w, wkv)
@@ -41,7 +43,8 @@ def time_mix(ops: MixOperations, layer, x, shift=None, wkv=None):
 
 
 def channel_mix(ops: MixOperations, layer, x, shift=None):
-    """The residual after a layer's channel mix."""
+    """x plus a layer's channel mix, sigmoid(mixed_r W_receptance^T) (relu(mixed_k W_key^T)^2 W_value^T). x and `shift`
+    as in `time_mix`."""
     (mixed_k, mixed_r), _, _ = ops.shift_mix(layer, "ln2", "ffn_maa", x, shift)
     k = ops.squared_product(layer, "ffn_key", mixed_k)
     gate = ops.product(layer, "ffn_receptance", mixed_r)
