@@ -18,11 +18,11 @@
 //           dg_t adds up, channel by channel, all that gate t multiplies:
 //             sum_{i >= t} row_i (row i's term of S) + sum_{j < t} column_j (column j's term of dS)
 //             + sum_{j < t <= i} row_i pair_ij D_ij column_j + (the chunk's decay) (the sum over V of S dS)
-//           (RWKV-7's a: i > t). All gates of a block get the same sum from another block: from a later one its
-//           row_sums, from an earlier one its column_sums. A pair of two blocks also counts for the blocks between. By
-//           the blocks of row and column these are (3, 0) and (3, 1) for block 2, (3, 0) and (2, 0) for block 1. So
-//           block 2 gets end_sums[0], which is row_sums of block 3 with its pairs, and block 1 gets end_sums[1],
-//           column_sums of block 0 with its pairs (add_terms_of_blocks).
+//           (RWKV-7's a: i > t in both sums over i). All gates of a block get the same sum from another block: from a
+//           later one its row_sums, from an earlier one its column_sums. A pair of two blocks also counts for those
+//           between. By the blocks of row and column these are (3, 0) and (3, 1) for block 2, (3, 0) and (2, 0) for
+//           block 1. So block 2 gets end_sums[0], which is row_sums of block 3 with its pairs, and block 1 gets
+//           end_sums[1], column_sums of block 0 with its pairs (add_terms_of_blocks).
 // caller    kda_backward_chunks.cu and dplr_backward_chunks.cu; | is a barrier of the block:
 //             fetch_states and fetch_rows start copying the first 64 columns of V, then the tokens; the caller copies g
 //             each_columns, which has two barriers for every 64 columns of V, calls multiply_states, and the caller's
@@ -38,10 +38,12 @@
 //             states[2]             64 columns of S and of dS
 //             values[kind]          for a kind of rows the gradients of what the rows read, which S is multiplied with;
 //                                   for a kind of columns the values that the columns write, for dS
-//             terms[kind]           [BT, TILE] at term_place, in the memory of states and values
-//             decayed[2][NUMBERS]   [BT, TILE], in the memory of tokens: [n] has, in the places of the tokens after a
-//                                   border, the n-th kind of rows decayed from it, and, in those of the tokens before
-//                                   it, the n-th kind of columns decayed to it
+//             terms[kind]           [BT, TILE] at term_place, in the memory of states and values, which are read no
+//                                   more when each_columns has returned
+//             decayed[2][NUMBERS]   [BT, TILE], in the memory of tokens: at the border after 16, [n] has the n-th kind
+//                                   of rows, decayed from it, in the places of tokens 16 to 31, and the n-th kind of
+//                                   columns, decayed to it, in those of tokens 0 to 15; then, at the borders after 8 of
+//                                   16, likewise rows of blocks 1 and 3, and columns of blocks 0 and 2
 // numerics  Pairs of two blocks, and their decayed rows and columns, are, for 16-bit data, the sum of two bfloat16
 //           numbers: the rounded number and its rounding error. Of the four products of these, three are computed.
 #include "delta/backward_storage.cuh"
@@ -49,17 +51,23 @@
 
 // From the includes:
 //   BT = 32 tokens, TILE = 64
-//   single: float32 data as a struct {float x}, so that overloads for operands do not take sums, which are floats;
-//     Matrix<T>::NUMBERS: how many T a value is stored as the sum of, 1 `single` or 2 of 16 bits
+//   single: float32 data as a struct {float x}: so an overload for operands is not chosen for sums, which are float. A
+//     product of `single` is three products of tf32. Matrix<T>::NUMBERS: how many T a value is stored as the sum of, 1
+//     `single` or 2 of 16 bits
 //   Word<T>: two neighbouring numbers; put_pair stores two floats as such; put_split_pair<T, REST> rounds them to T and
 //     stores their rounding errors REST numbers later, or, where T is `single`, stores them as they are, and no errors
 //   LeftReader: left operands from a tile. StateReader<TRANSPOSED>: right operands [16 columns of V, 8 channels] from
-//     matrices of a state, two columns of a channel a word; its first(n, lane): the lane's offset for the four matrices
-//     from matrix n on
+//     a state's tile, which has matrices [8 columns of V][8 channels], 64 numbers each: those of 8 columns in the order
+//     of their channels, TILE / 8 of them, then those of the next 8 columns. A word has two columns of a channel.
+//     first(n, lane): the lane's offset for the four matrices of 16 columns and 16 channels, the first of number n
 //   own_lane(): threadIdx.x & 31, computed again at each call, so that no register keeps it
 //   mma_m16n8k16(d, a, b, T{}): d += a b; T{} only gives the type
-//   state_index: the place in chunk_states of the 64 channels from `channel` on
-//   Accumulators: a warp's sums [32 tokens, 16 columns]; each_pair: calls f for a lane's pairs of them (chunk.cuh)
+//   state_index: the place in chunk_states, and in state_gradients, of the 64 channels from `channel` on
+//   padded(n): n rounded up to a multiple of 64; shape.NC: chunks of a batch row; chunk_tokens: a chunk's Span
+//   place<TILE>(tile, i, c): the address of a number of a swizzled tile; cp_async<16>(to, from, exists): starts copying
+//     16 bytes, or zeros if not `exists`; from_float<T>: rounds to T; decay_of(g): e^g
+//   Accumulators: a warp's sums [32 tokens, 16 columns]; each_pair: calls f(token, first column, m, across,
+//     down) for each pair of a lane, x[m][across][2 down] and the next number
 
 constexpr int THREADS = 2 * TILE, HALF = BT / 2;  // HALF: tokens on a side of the border after 16
 constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks of the chunk
@@ -144,7 +152,7 @@ __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, i
 
 // Starts copying 32 columns of V by the block's 64 channels, of S (warps 0 and 1) or of dS (warps 2 and 3): the first
 // 32 columns from `column` on by warps 0 and 2, the next 32 by warps 1 and 3. They lie in memory as they do in
-// s.states: [8][8] matrices of 8 columns by 8 channels.
+// s.states: [8][8] matrices of 8 columns by 8 channels. They need no bound: V is padded with zeros to a multiple of 64.
 template <typename T, class S>
 __device__ __forceinline__ void fetch_states(S& s, const T* chunk_states, const T* state_gradients, const Shape& shape,
                                              const ChannelTile& tile, int column) {

@@ -1,7 +1,8 @@
 // what      GLA and RWKV-6 token by token, as in the equations; GLA also with a gate of columns.
 // math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T;   o_t = scale q_t^T S_t  (RWKV-6: scale q_t^T (S_{t-1} + diag(u)
 //           k_t v_t^T)); with gv S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T, * number by number
-// shapes    q k g [B, H, T, K], v o gv [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
+// shapes    q k g [B, H, T, K], v o gv [B, H, T, V], u [H, K], initial and final state [N, H, K, V]; u and states
+//           are float32
 // grid      a block for every (sequence, head, 32 columns of V), sequence slowest; 128 threads: a lane a column,
 //           a warp a quarter of the channels
 // smem      Shared<BK>: 16 tokens of q, k, v and decays, and each warp's sums of o over its channels
@@ -9,7 +10,9 @@
 //           of o are stored. A fourth with gv, if one of the 16 tokens has a gate above 0: gates are loaded again
 // numerics  float32 throughout. With gv and a gate above 0 the decay is exp(g + gv): exp g or exp gv alone may overflow
 // source    Yang et al., 2024, eq. 3 and section 4.1; Peng et al., 2024, eq. 18-19
-// limits    K <= BK; BK of 64, 128, 256; gv with AfterWrite
+// limits    K <= BK; BK of 64, 128, 256, chosen with the bytes of Shared by gated_kernels.py (Recurrent); gv with
+//           AfterWrite
+// tests     test_contract and test_value_gate, in mode "recurrent"
 #include "forward_arguments.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
@@ -33,8 +36,11 @@ template <int BK> struct Shared {
 
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of q, k, v and o; G: the
 // gates' type. GATED: whether columns have gates gv, too. load_tile<tokens, columns, distance of rows, threads>
-// (tensor.cuh) copies tokens to shared memory as floats. Columns outside of the array become 0, so that gates there are
-// 0 and decays 1; rows after the last token are not read.
+// (tensor.cuh) copies tokens to shared memory as floats. Channels from K on and columns from V on become 0, so that
+// gates there are 0 and decays 1. Rows after the last token become 0, too, and no loop reads them: all end at `tokens`.
+// decay_of(x): e^x, 0 if x is -inf. grown(x, sum): x e^sum by two factors e^(sum / 2), each finite: so 0 stays 0. A
+// batch row has row_sequences sequences, more than one if they are packed; tokens_of: the tokens of one. Two blocks of
+// 128 threads, the launch bound, leave a thread all the registers that it can have.
 template <class ReadOrder, typename T, typename G, int BK, bool GATED>
 __global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G> args) {
   constexpr int THREAD_CHANNELS = BK / WARPS;
