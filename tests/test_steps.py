@@ -92,6 +92,19 @@ def test_float32_gate_beside_half_inputs(backend, op, rng):
     check(backend, op, (1, 2, 16, 8), BFLOAT16, np.float32, rng, "some-1e30", np.float32)
 
 
+@pytest.mark.parametrize("op", [op.name for op in DELTA_RULES if op.strengths])
+def test_fewer_heads_of_keys_of_length_one(backend, op, rng):
+    declared, step, *_ = STEPS[op]
+    arrays = draw(declared, rng, sizes(2, 4, 16, 8), np.float32)
+    arrays[:2] = (x[:, :2] for x in arrays[:2])
+    state = rng.standard_normal((2, 4, 16, 8)).astype(np.float32)
+    wanted, after = exact_step(op, arrays, state, qk_l2norm=True)
+    there = backend.asarray(state.copy())
+    o = backend.run(step, *map(backend.asarray, arrays), there, qk_l2norm=True)
+    assert_close("o", backend.tohost(o), wanted, np.float32)
+    assert_close("state", backend.tohost(there), after, np.float32)
+
+
 def test_slots_pick_from_a_pool(backend, op, rng):
     declared, step, *_ = STEPS[op]
     arrays = draw(declared, rng, sizes(3, 2, 8, 5), np.float32)

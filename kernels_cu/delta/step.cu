@@ -5,15 +5,17 @@
 //           If args.normalized (never for Dplr), q and k are the given ones divided by their lengths
 // shapes    q k a b [B, H, K], v o [B, HV, V], g [B, HV] (GatedDelta) or [B, HV, K], beta [B, HV], state [states, HV,
 //           K, V]; slots [B]: which state a sequence has, or null
-// grid      a block for every (sequence, head of values, BV columns), sequence slowest; a lane has 16 bytes of columns,
-//           of LANE_CHANNELS channels
+// grid      a block for every (sequence, head of values, BV columns), sequence slowest; a thread has 16 bytes of
+//           columns, LANE_COLUMNS, of LANE_CHANNELS channels
 // smem      Shared: the token, and the warps' parts of S'^T k (Dplr: S^T a) and S'^T q
 // barriers  two: the token is in shared memory | so are the parts, and the token's scalars
 // numerics  float32, for every type of the stored state; float64 if the state or the data are float64
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
-// limits    K <= BK; BK of 64, 128, 256, BV of 16, 64; the last axis of the state is contiguous
+// limits    K <= BK; BK of 64, 128, 256, BV of 16, 64; the last axis of every array is contiguous (has_rows in plan.py)
+// tests     test_steps (slots; states that are slices or not aligned16; fewer heads of keys, of length 1); test_compile
+//           (STEP_BLOCKS: no spills)
 //
-// A lane starts all loads of its part of the state before it reads the token, and reads all of the token before the
+// A thread starts all loads of its part of the state before it reads the token, and reads all of the token before the
 // first barrier: that hides the memory's latency.
 #include "delta/tokens.cuh"
 #include "ptx.cuh"
@@ -22,13 +24,15 @@
 
 // From the includes:
 //   Rule::channel_gates: a gate for each channel; Rule::own_erasure: a and b of Dplr
-//   FloatOrDouble<T>: double if T is, else float; widened, narrowed: from T to it and back
-//   TokenScalars: inverse lengths of q and k, q . k and q . b
+//   FloatOrDouble<T>: double if T is, else float; widened, narrowed: from T to it and back. Wider<T, S>: double if T or
+//     S is, else float. decay_of(g): e^g; inverse_root(x): 1 / sqrt x
+//   StridedRows: row(b, h, token) is a row's address; strides are in numbers
+//   TokenScalars: inverse lengths of q and k, q . k and q . b, both of the given vectors
 //   LEAST_SQUARE = 1e-6 is added to the square of a length
 
 constexpr int STEP_THREADS = 256, STEP_WARPS = STEP_THREADS / 32;
-// Blocks on a multiprocessor, which bound registers: of half-precision states a lane has twice as many columns, and
-// float64 numbers take two registers each; of wide blocks a lane has more channels.
+// Blocks on a multiprocessor, which bound registers: of half-precision states a thread has twice as many columns,
+// and float64 numbers take two registers each; of wide blocks a thread has more channels.
 template <class Rule, typename R, typename S, int BK, int BV>
 constexpr int STEP_BLOCKS = BK == 256 && BV == 64 && sizeof(R) == 8                     ? 1
                             : BK == 256 && BV == 64 || sizeof(R) == 8 || sizeof(S) == 2 ? 2
@@ -41,7 +45,7 @@ template <typename T, typename G, typename S> struct Args {
   StridedRows<T> o;
   StridedRows<S> state;  // rows are channels, so that the token stride is that of channels
   const i64* slots;      // all different, since states change in place; null: sequence b has state b
-  i64 H, K, V;           // H: heads of values
+  i64 H, K, V;           // H: heads of values, HV above
   i64 group;             // heads of values that share a head of queries and keys
   double scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
@@ -70,15 +74,15 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
   const u32 tiles = u32((args.V + BV - 1) / BV), batch_head = blockIdx.x / tiles, H = u32(args.H);
   const u32 h = batch_head % H, b = batch_head / H, head = h / u32(args.group);
   const int K = int(args.K), first_column = blockIdx.x % tiles * BV, columns_left = int(args.V) - first_column;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  // The lane's channels are first_channel + n CHANNELS_AT_ONCE; column: its first one in the block's tile.
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;  // h: a head of values, head: that of its q and k
+  // The thread's channels are first_channel + n CHANNELS_AT_ONCE; column: its first one in the block's tile.
   const int first_channel = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
 
   // state[n]: channel first_channel + n CHANNELS_AT_ONCE, LANE_COLUMNS columns; zeros outside of K and V.
   S* const first_number = args.state.row(args.slots ? args.slots[b] : b, h, first_channel) + first_column + column;
   Piece state[LANE_CHANNELS] = {};
-  // Calls f(piece, its distance in memory from the lane's first one, in pieces) for those of the lane's pieces that
-  // exist. In pieces, since the compiler then sees that a piece takes one store of 16 bytes.
+  // Calls f(piece, its distance in memory from the thread's first one, in pieces) for those of the thread's pieces
+  // that exist. In pieces, since the compiler then sees that a piece takes one store of 16 bytes.
   static_assert(CHANNELS_AT_ONCE % LANE_COLUMNS == 0 && 32 % LANES == 0, "whole pieces; a warp has all columns");
   const auto each_piece = [&](auto f) {
 #pragma unroll
@@ -95,7 +99,8 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
         if (column + i < columns_left) piece.x[i] = first_number[at * LANE_COLUMNS + i];
     });
   }
-  // The token: first all of its loads, then what waits for them. own_a, own_b, own_decay: of this thread's channel.
+  // The token: first all of its loads, then what waits for them. own_a, own_b, own_decay: of this thread's channel;
+  // GatedDelta has one gate, and own_decay is the same in all threads.
   static_assert(BK <= STEP_THREADS && BV <= STEP_THREADS, "a thread loads one channel and one column at most");
   const int index = threadIdx.x;
   const bool has_channel = index < K, has_column = index < BV && index < columns_left;
@@ -109,7 +114,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
     if constexpr (Rule::own_erasure) own_a = args.a.row(b, head, 0)[index], own_b = args.b.row(b, head, 0)[index];
     if constexpr (Rule::channel_gates) gate = args.g.row(b, h, 0)[index];
   }
-  __syncwarp();  // no load moves behind this; else the compiler puts some behind the first wait
+  __syncwarp();  // no load moves behind this; else the compiler puts some behind code that waits for another's number
   const R own_decay = decay_of(R(widened(gate))), beta = widened(strength);
   if (index < BK) {
     s.q[index] = widened(q), s.k[index] = widened(k);
@@ -132,7 +137,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
       s.scalars.inverse_k_length = args.normalized ? inverse_root(kk + R(LEAST_SQUARE)) : R(1);
     }
   }
-  // Of the lane's columns, over its channels, then over the warp's: erased is S'^T k (Dplr: S^T a), read is S'^T q.
+  // Of the thread's columns, over its channels, then over the warp's: erased is S'^T k (Dplr: S^T a), read is S'^T q.
   R decay = own_decay, erased[LANE_COLUMNS] = {}, read[LANE_COLUMNS] = {};
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
@@ -164,8 +169,9 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
     for (int n = 0; n < STEP_WARPS; ++n) sum += s.parts[n][which][index];
     return sum;
   };
-  // The number by which s.k, which is not divided by its length, is multiplied when it is added to a column: v, or beta
-  // (v - S'^T k) / |k|, of the divided k. `erased`: the column's number of S'^T s.k (Dplr: not used).
+  // The factor of s.k, the given key, when it is added to a column of the state: v, or beta (v - S'^T k) / |s.k| with k
+  // = s.k / |s.k|. Without args.normalized, so always of Dplr, no length divides. `erased`: the column's number of S'^T
+  // s.k (Dplr: not used).
   const auto written = [&](R erased, int index) {
     return Rule::own_erasure ? s.v[index]
                              : scalars.inverse_k_length * beta * (s.v[index] - scalars.inverse_k_length * erased);
