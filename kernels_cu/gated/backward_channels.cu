@@ -17,7 +17,7 @@
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32 (RWKV-6's factor of a token's own key),
 //           partial_du [B, NC, H, K] float32 (the chunks' terms of du), NC the chunks of a batch row. chunk_states:
 //           every chunk's S and dS, as backward_states.cu writes them (`state_tile_index`). Gated: v do [B, heads of
-//           the launch, T, V padded to a multiple of 8]
+//           the launch, T, V padded to a multiple of 8]. Args (backward_channels_storage.cuh) has the other members
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
 // smem      Shared (backward_channels_storage.cuh): q, k, g of the chunk, which dq, dk and dg overwrite; two stages of
 //           32 columns of v and do, which PairData overwrites
@@ -27,7 +27,7 @@
 //               fetch_columns |          to a stage; then S do, dS v, S dS and, unless columns have gates, dA |
 //             put_dA or copy_scores |    dA and its diagonal, over the stages; q, k and g have arrived
 //             sum_pairs_one_by_one       pairs in blocks of tokens that grow, from q, k, g
-//             put_border32, add_du       the other members of PairData, from q, k, g; du
+//             put_border32 and on        border32, decays and state_terms of PairData, from q, k, g; du to memory
 //             finish_halves |            dq, dk and dg over q, k and g
 //             store                      dq, dk and dg to memory, by all threads
 //           From put_dA to `store` a warp reads and writes its own 16 channels of q, k, g and of PairData, and reads
@@ -35,22 +35,32 @@
 // numerics  matrix products as in fragments.cuh, with sums in float32. Scales and decays that are not part of an
 //           operand multiply these sums. tf32 operands are cut off, which makes them smaller on average: factors, 1 for
 //           operands that are not cut off, multiply that away. They are
-//             of S do, dS v             TF32_CORRECTION<M> of S, dS and TF32_CORRECTION<M, Value> of v, do, in
-//                                       STATE_CORRECTION of the sums (HalfChunk)
+//             of S do, dS v             TF32_CORRECTION<M> of S, dS times TF32_CORRECTION<M, Value> of v, do:
+//                                       HalfChunk, in backward_channels_halves.cuh, multiplies by STATE_CORRECTION
 //             of do . v                 TF32_CORRECTION_OF_BOTH<M, Value>, in put_dA
-//             of dA with keys, queries  STORED_SCORE<M>, for both operands: dA is stored times it. Sums in float32 of
-//                                       stored dA are divided by it. The diagonal is stored without it
-//             of `near` (HalfChunk)     TF32_CORRECTION<M>, since it has a query or key as products read it
+//             of dA with keys, queries  STORED_SCORE<M>, that of dA times that of keys or queries: dA is stored times
+//                                       it, but its diagonal is not. sum_pairs_one_by_one, which multiplies stored dA
+//                                       in float32, divides by it
+//             of a sub-chunk's terms    HalfChunk's `near`, a sum of such products times a query or key that is cut
+//             of dg                     off as in products, in float32: TF32_CORRECTION<M>, of that query or key
 //           If columns of V have gates, too (Columns; GLA only), dA comes from value_gate/backward_scores.cu.
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // instances T and G are float32: PRODUCTS of 1 and 3. T has 16 bits and G is T or float32: PRODUCTS of 1, and of 3 if
-//           it is GLA, Ungated and G is float32. Ungated: GLA and RWKV-6; Gated, GatedTurned: GLA
+//           it is GLA, Ungated and G is float32: for a gate that all channels share, whose gradient is a sum of dg
+//           (segments.portable_backward_cut). Then operands are stored in float32 and split, but not v and do, which
+//           are tf32 numbers as they are. Ungated: GLA and RWKV-6; Gated, GatedTurned: GLA
 // tests     test_gradient_kernels; Gated, GatedTurned: test_value_gate; gates that grow: test_growth_gradients
 //
 // From backward_channels_storage.cuh: Values, two stages of v and do, rows LDV apart; PairData, over them; States, a
 // lane's numbers of S and dS; ChannelTile, what a block computes; WarpChannels, a warp's part of q, k and g: load(x, q
-// or k, m): block m by index p; gates_of_block(m, f): calls f(p, log gates); decay_over(n, octet): in shared memory;
-// diagonal_of(n): dA_ii. row_of, column_of: of dA's blocks [16, 16], which a warp has by turns. HALF: 4 sub-chunks
+// or k, m): block m by index p; gates_of_block(m, f): calls f(p, log gates); decay_over(n, octet): the lane's decay
+// over sub-chunk n, kept in shared memory; diagonal_of(n): dA_ii. row_of, column_of: of dA's DA_BLOCKS = 10 blocks [16,
+// 16] on and below the diagonal, which a warp has by turns. HALF: 4 sub-chunks; STEPS = 2: of 16 columns in a stage.
+// Ungated, Gated: whether columns of V have gates; GatedTurned: Gated with K and V, and so q and do, k and v exchanged
+//
+// From backward_channels_growth.cuh: sum_pairs_one_by_one sets PairSums, the terms of pairs within sub-chunks in dq, dk
+// and dg; decays_of_columns: two columns' decays over the chunk, 1 if Ungated; decayed_state_terms: dg's term of S and
+// dS; compute_token_by_token: all of a block's work. GROWTH (growth.cuh): 1 nat
 //
 // Numbers: `m`, a block of 16 tokens of the chunk, 0 to 3; `n`, a sub-chunk of 8 tokens of the chunk, 0 to 7. Of a
 // warp's 16 channels a lane has two, by octet (0 or 1): lane_channel + 8 octet. Index p, 0 to 3, of a pair of a lane's
@@ -61,7 +71,7 @@
 //                        tf32 numbers
 //   Left, Right          a lane's pairs p of A, of B; LeftData, RightData: of data that were loaded, not computed: only
 //                        float32 data need the split
-//   HeldLeft             a Left in few registers
+//   HeldLeft             a Left, in as few registers as possible, of which a later product makes its operand
 //   TF32_CORRECTION<M, E>  of an operand of type E in shared memory, Stored if E is left out; ..._OF_BOTH: its square
 //   set, set_unrounded   store a pair, rounded (or split), or as it is, for products that cut it off
 //   load_left            A from a tile of shared memory: AS_STORED, [row, depth], or, TRANSPOSED, [depth, row]
@@ -142,8 +152,9 @@ __device__ __forceinline__ void add_du(float (&du)[2], const WarpChannels<T, G, 
   }
 }
 
-// Copies dA and its diagonal, of columns with gates, to shared memory. chunk: its number in `scores`. A copy that
-// starts above the diagonal stores zeros; `scores` has zeros where another one reaches beyond it.
+// Copies dA and its diagonal, of columns with gates, to shared memory. chunk: its number in `scores`. `scores` has all
+// factors already (Args::scores), and zeros on the diagonal. A copy that starts above the diagonal stores zeros;
+// `scores` has zeros where another one reaches beyond it.
 template <class M, class Args>
 __device__ __forceinline__ void copy_scores(PairData<M>& pairs, const Args& args, i64 chunk) {
   using Stored = typename M::Stored;
@@ -178,8 +189,8 @@ __device__ __forceinline__ void put_dA(PairData<M>& pairs, const float (&product
     }
 }
 
-// T: the type of q, k, v, do; G: that of g and dg. PRODUCTS: tf32 products for each product of float32, 1 or 3.
-// Columns: whether columns of V have gates (backward_channels_storage.cuh).
+// T: the type of q, k and the caller's v, do; G: that of g and dg. PRODUCTS: tf32 products for each product of float32
+// operands, 1 or 3. Columns: Ungated, Gated or GatedTurned, which say in backward_channels_storage.cuh what Args has.
 template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns>
 __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const __grid_constant__ Args<T, G, typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> args) {
@@ -193,7 +204,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   constexpr int UNROLLED = M::SPLIT ? 1 : 2;
   // Whether `work` is computed again from blockIdx where it is needed, which frees registers: at the end, and, if
   // operands are split, in the loop over V, too, where they take the most registers. RWKV-6 with split operands is
-  // excluded: it spills more registers with this than without.
+  // excluded: it spills more registers with this than without (test_compile fails where more is spilled).
   constexpr bool RECOMPUTES_WORK = SINCE_SM100 && !(M::SPLIT && RWKV6);
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS, Columns>*>(dynamic_smem());
   const Shape& shape = args.shape;
@@ -239,7 +250,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   const Stored* dS_tiles = S_tiles + from_S_to_dS;
   // The distance in memory from a tile of columns to the next one.
   const int next_tile = TILE * TILE * (Columns::turned ? tiles : 1);
-  // Loads the columns of step `step` of a stage to index `slot` of the queue.
+  // Loads the columns of step `step` of a stage to index `slot` of the queue. States::load counts 8 x 8 matrices of a
+  // tile: from 2 warp on are the warp's channels, from `column` on the step's columns.
   const auto fetch_states = [&](int slot, int stage, int step) {
     const int offset = stage * COLUMNS / TILE * next_tile, column = stage * COLUMNS % TILE / 8 + 2 * step;
     states.load(slot, S_tiles + offset, dS_tiles + offset, 2 * warp, column);
@@ -247,7 +259,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   if constexpr (Columns::gated) {
     // Products are used if no channel and column together grow by more than BY_CHUNK, 16 nats, over the chunk: decays
     // below e^-87 are lost in products, and growth may multiply what was lost (by_token.cuh). All threads agree, so
-    // that none waits at a barrier for one that has left.
+    // that none waits at a barrier for one that has left. No copy has been started yet.
     if (args.row_growth[chunk] + args.column_growth[chunk] > BY_CHUNK)
       return compute_token_by_token<Columns::turned>(args, S_tiles, dS_tiles, next_tile, work);
   }
@@ -309,6 +321,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     __syncthreads();  // all warps have read this stage, which the next iteration's copies overwrite
   }
   cp_async_wait<0>();
+  // dA is stored over the stages: all warps have passed the loop's last barrier, and no copy to a stage is under way.
   if constexpr (Columns::gated) { copy_scores(s.pairs, args, chunk); }
 #pragma unroll
   for (int x = 0; x < BLOCKS_PER_WARP; ++x) {
@@ -367,7 +380,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     store_rows<CHUNK, TILE>(to, tile, stored.b, stored.h, stored.span.start, stored.span.stop, stored.tile * TILE,
                             shape.K);
   };
-  if (!Columns::turned) store(args.dq, s.q);  // turned: dq would be the gradient of do
+  if (!Columns::turned) store(args.dq, s.q);  // turned: q is do, whose gradient nobody wants
   store(args.dk, s.k);
   store(args.dg, s.g);
 }

@@ -3,8 +3,8 @@
 // math      start_i, end_j: decays from the chunk's start to query i, from key j to the chunk's end; decay_ij: between
 //           them. dq_i = scale start_i (S do_i) + sum_j<i dA_ij decay_ij k_j + dA_ii u k_i;
 //           dk_j = end_j (dS v_j) + sum_i>j dA_ij decay_ij q_i + dA_jj u q_j; u = 1 but for RWKV-6.
-//           dg_t sums all terms that have token t's decay as a factor: q_i start_i (S do_i) of later queries,
-//           k_j end_j (dS v_j) of earlier keys, S dS, and the pairs around it: j < t <= i (RWKV-6: j < t < i)
+//           dg_t sums all terms that have token t's decay as a factor: q_i scale start_i (S do_i) of later
+//           queries, k_j end_j (dS v_j) of earlier keys, S dS, and the pairs around it: j < t <= i (RWKV-6: j < t < i)
 //           A sub-chunk is 8 tokens, a block of tokens 16, a half 32. decay_ij of a pair is the product of two factors,
 //           the key's decay to a border and the query's from it:
 //             pairs of the two halves       border32: the chunk's middle
@@ -28,7 +28,10 @@
 //               finish_queries         dq over the block's q
 //               finish_keys            reads the block's k again; dk over it
 //             finish_dg                dg of the half, in registers; over g after both halves
-// numerics  corrections of operands that are cut off, STORED_SCORE of dA: `numerics` in backward_channels.cu
+//           other_half: the second half's begin takes the first half's; finish_halves takes the second half's at the end
+// numerics  tf32 products cut low bits of their operands off, which TF32_CORRECTION makes up for on average. dA is
+//           stored times STORED_SCORE, the correction of dA and of the operand that it is multiplied by. Which product
+//           has which: `numerics` in backward_channels.cu
 //
 // Numbers: `half` of the chunk; `m`, a block of 16 tokens of the chunk, and `in_half`, of the half; `n`, a sub-chunk of
 // the chunk, `subchunk`, of the half, and `in_block`, of the block. Of a block's 16 tokens and the warp's 16 channels a
@@ -37,6 +40,7 @@
 // the lane's two]
 //
 // From backward_channels_storage.cuh
+//   Columns              Ungated, or Gated, GatedTurned: columns of V have gates; Type: the type of v and do in memory
 //   channels             the warp's: load(x, q or k, m): block m by index p; gates_of_block(m, f): calls f(p, log
 //                        gates); gates_of_pair(m, p): those of one p; decay_over(n, octet); diagonal_of(n): dA_ii;
 //                        put_tokens: stores the lane's two tokens of sub-chunk n
@@ -44,6 +48,8 @@
 //   BLOCKS, HALF         4 blocks of a chunk, 4 sub-chunks of a half
 //   PairSums             (backward_channels_growth.cuh) dq, dk, dg of pairs within a block's sub-chunks, by index p
 // From fragments.cuh. A product is D[16, 8] += A[16, 16] B[16, 8]
+//   Math<T, PRODUCTS>    how data T are multiplied: 1 or 3 products for one (SPLIT: 3, an operand is two tf32 numbers);
+//                        Stored: the type of operands in memory
 //   Right                a lane's part of B; HeldLeft: of A; its left() makes the operand, and get(p) is its pair p as
 //                        products read it
 //   TF32_CORRECTION<M, E>  of an operand of type E in shared memory, M::Stored if E is left out
@@ -165,10 +171,10 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
   using Stored = typename M::Stored;
   using Accumulators = float[2][4];
   using Tokens = TokenBlock<M>;
-  // If columns have gates, dA of pairs within a sub-chunk comes times NEAR_SCALE (see Args::scores): sums over such
-  // pairs are multiplied by UNDO_NEAR_SCALE.
+  // If columns have gates, dA of pairs within a sub-chunk comes times NEAR_SCALE, which keeps small scores in float32's
+  // range (Args::scores, backward.cuh), and so do pair_sums: sums over such pairs are multiplied by UNDO_NEAR_SCALE.
   static constexpr float UNDO_NEAR_SCALE = Columns::gated ? 1 / NEAR_SCALE : 1.f;
-  // Of both operands of S do and of dS v.
+  // The correction of the sums S do and dS v: that of S or dS times that of do or v.
   static constexpr float STATE_CORRECTION =
       TF32_CORRECTION<M> * TF32_CORRECTION<M, typename Columns::template Type<T, Stored>>;
 
@@ -231,7 +237,9 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
       tokens.keys.set(p, tokens.key_factor[p] * tokens.k[p]);
       tokens.border8.set(p, p < 2 ? tokens.to_end[p] * tokens.k[p] : tokens.from_start[p] * tokens.q[p]);
     });
-    if (growing >> m & 1) {  // the products about the middle become 0; pair_sums, of pairs one by one, replace them
+    // In a block that grows the operands about the middle, and so their products and `near`, become 0. pair_sums
+    // replaces these, times factors of 1: dq in finish_queries, dk in finish_keys, dg in finish_dg.
+    if (growing >> m & 1) {
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         tokens.query_factor[p] = tokens.key_factor[p] = {1.f, 1.f};
@@ -298,7 +306,8 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
       if (in_half)
         add_part(product_over(half_decays[octet], 2, subchunk) * tokens.from_start[p], over_keys16[in_block], 2);
       if (in_block) add_part(tokens.from_start[p], over_keys8, subchunk);
-      // The query as the product of finish_keys reads it: pairs that both sums have cancel (terms_from).
+      // The query cut off, as the product of finish_keys reads it, so that pairs that both sums have cancel
+      // (terms_from): hence the correction. `sum` needs none, as query_factor is float32.
       const float2 near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (tokens.queries.get(p) * within);
       tokens.query_terms[p] = M::SPLIT ? terms : terms + near;
       channels.put_tokens(channels.s.q, n, octet, sum + u[octet] * channels.diagonal_of(n) * tokens.k[p]);
@@ -309,7 +318,7 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
   __device__ __forceinline__ void finish_keys(Tokens& tokens, int in_half, const Accumulators& from_dS) {
     const int m = 2 * half + in_half;
     const Stored* dA = channels.s.pairs.dA + 16 * m * LDA;
-    // Loaded again, so that the code between needs no registers for it.
+    // Loaded again, so that the code between needs no registers for it. q is not: dq is over it.
     channels.load(tokens.k, channels.s.k, m);
     // dA^T times queries, [16 channels, 16 keys], without the keys' factors: sums over queries of the same
     // sub-chunk, and over queries at the borders of 8, 16 and 32 tokens.
@@ -367,7 +376,7 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
       channels.put_tokens(channels.s.k, n, octet, sum + u[octet] * channels.diagonal_of(n) * tokens.q[p]);
       // The terms of the sub-chunk's keys before this lane's two.
       const float earlier_keys = four_lane_sums(terms.x + terms.y).before;
-      const float2 near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (tokens.keys.get(p) * within);
+      const float2 near = TF32_CORRECTION<M> * UNDO_NEAR_SCALE * (tokens.keys.get(p) * within);  // as in finish_queries
       float2& dg = gate_terms[octet].within[subchunk];
       dg = terms_from<ReadOrder>(tokens.query_terms[p], M::SPLIT ? float2{0.f, 0.f} : near) +
            float2{earlier_keys, terms.x + earlier_keys};
@@ -390,7 +399,8 @@ template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns> 
     }
   }
 
-  // Sets dg of the half's tokens, by octet and sub-chunk, but for the terms of other_half; moves on to the next half.
+  // Sets dg of the half's tokens, by octet and sub-chunk, the first half's without the second half's other_half; and
+  // decay_to_half of the second half.
   __device__ __forceinline__ void finish_dg(float2 (&half_dg)[2][HALF]) {
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet) {
