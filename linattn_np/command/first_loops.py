@@ -1,5 +1,8 @@
 """Compiles Numba's loops that are not on the disk yet: before a subcommand goes on, or by another process while NumPy
 computes the first text.
+
+show : a function that shows a status line; "" clears it
+progress : a function (bytes read, bytes in all) that shows how far a checkpoint is loaded
 """
 
 import time
@@ -15,7 +18,8 @@ LOOPS = 40  # about the number of loops that a model's first tokens need
 
 
 class LoopsMissing(ImportError):
-    """A loop is not on the disk. It is an ImportError so that float32 weights get NumPy's layers, as without Numba."""
+    """A loop is not on the disk. It is an ImportError so that `models.matrices.loops` makes a NotSupported of it, as if
+    Numba were missing: then float32 weights get NumPy's layers (`models.rwkv.cpu_layers`), and others none."""
 
 
 @contextmanager
@@ -70,16 +74,18 @@ def refuse():
 class LoopsBeside:
     """Makes another process compile the loops of a model, whose layers are NumPy's meanwhile.
 
-    new_model : a function that can be pickled; it makes the model again with layers of Numba's loops, and runs them
-        once
+    new_model : a function that can be pickled and needs no argument; it makes the model again with layers of Numba's
+        loops, and runs them once
     """
 
     def __init__(self, new_model):
         self.new_model = new_model
+        # the process calls compile_beside(new_model, its end of the pipe, the number of this process)
         self.process, self.pipe = started(start_method(), compile_beside, new_model)
 
     def hasten(self, model):
-        """Gives the model layers of Numba's loops, if the process has ended."""
+        """Gives the model layers of Numba's loops, if the process has ended. If it has not stored them all, the layers
+        stay NumPy's; new_model raises no NotSupported, as NumPy has layers for these weights."""
         if not self.process or self.process.is_alive():
             return
         self.process = None
@@ -87,7 +93,7 @@ class LoopsBeside:
             model.layers = self.new_model().layers
 
     def wait(self):
-        """Waits until the loops are on the disk, or until a signal comes."""
+        """Waits until the process has ended, which closes the pipe (EOFError), or until a signal comes (Ended)."""
         if not self.process:
             return
         with suppress(Ended, EOFError), status("") as show:
@@ -100,7 +106,8 @@ class LoopsBeside:
 
 
 def compile_beside(new_model, pipe, parent):
-    """The main function of `LoopsBeside`'s process; it sends a message before it compiles each loop."""
+    """The main function of `LoopsBeside`'s process, which ends with the process `parent`; it sends a message before it
+    compiles each loop."""
     begin_for(parent)
     with before_compiling(partial(pipe.send, None)):
         new_model()
@@ -113,7 +120,8 @@ def with_loops(new_model, progress, show):
 
 
 def begun_on_numpy(new_model, progress, show):
-    """(a new model, None); or, if loops are missing, (a model with NumPy's layers, a `LoopsBeside`)."""
+    """(a new model, None); if loops are missing, (a model with NumPy's layers, a `LoopsBeside`). What `with_loops`
+    returns if loops are missing but NumPy has no layers for the weights, or if the layers already have some loops."""
     missing = []
 
     def tell():
@@ -124,7 +132,7 @@ def begun_on_numpy(new_model, progress, show):
         with before_compiling(tell):
             model = new_model(progress)
     except (LoopsMissing, NotSupported):
-        if not missing:
+        if not missing:  # NotSupported for another reason
             raise
         return with_loops(new_model, progress, show)
     return model, LoopsBeside(new_model) if missing else None
