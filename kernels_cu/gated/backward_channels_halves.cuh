@@ -28,7 +28,7 @@
 //               finish_queries         dq over the block's q
 //               finish_keys            reads the block's k again; dk over it
 //             finish_dg                dg of the half, in registers; over g after both halves
-//           other_half: the second half's begin takes the first half's; finish_halves takes the second half's at the end
+//           other_half: the second half's begin takes the first half's; finish_halves takes the second half's, last
 // numerics  tf32 products cut low bits of their operands off, which TF32_CORRECTION makes up for on average. dA is
 //           stored times STORED_SCORE, the correction of dA and of the operand that it is multiplied by. Which product
 //           has which: `numerics` in backward_channels.cu
