@@ -2,7 +2,7 @@
 // math      for each tile of keys:  m' = max(m, max_j s_ij),  l <- e^(m - m') l + sum_j e^(s_ij - m'),  o <- e^(m - m')
 //           o + sum_j e^(s_ij - m') v_j;  at the end o / l;  s_ij = scale q_i . k_j, or cap tanh(scale q_i . k_j /
 //           cap); lse_i = log sum_j e^s_ij;  a head's sink is one more score of every row, without a value.
-//           Code: `scale` and scores are to base 2
+//           Code: `scale` and scores are to base 2; `scale` is a size, its sign is given to products or to tanh_scale
 // shapes    q [B, H, Tq, K], k [B, H / group, Tk, K], v [.., V], o [B, H, Tq, V], lse [B, H, Tq] float32 or null
 // grid      softmax.py launches a block for every tile of queries in the host's table `works` (Work in
 //           softmax_work.cuh), the longest first; a warp has 16 SIXTEENS queries
@@ -22,10 +22,13 @@
 // From the includes:
 //   THREADS = 128
 //   Fragment<M, N>: a warp's sums [16 M, N]; multiply_transposed: d += A B^T; multiply_rows: d += A B
-//   RowMaximum, row_end: a row's largest score, its results at the end
+//   RowMaximum: a product x has the weight 2^(factor x - shift). factor is `scale`, or a power of two for scores beyond
+//     2^27; shift, NONE at first, is factor times the row's largest x so far; score_of is that x's score
+//   row_end: a RowEnd, of `factor`, 1 / l, and `logarithm`, log2 of l e^m; row_sum: over the four lanes of a row
 //   fetch: starts to copy tokens to a tile, with zeros in rows and columns that do not exist: sums and products read
 //     these, too; store: stores a warp's sums, times a factor, by way of its rows of a tile
-//   each_value: calls f for a lane's numbers of a Fragment; weigh: makes weights of a row's scores, and updates its sum
+//   each_value: calls f(number, m, half, column) for a lane's numbers of a Fragment
+//   weigh: makes weights of a row's scores, updates its maximum and sum, and returns the factor of earlier weights
 //   needs_mask: whether one of the rows does not see one of the columns; mask_rows: sets those numbers
 //   size_of_scale: |scale| log2 e, at least 1e-37; tanh_of: tanh
 
@@ -65,7 +68,9 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
   if (threadIdx.x == 0) s.work = args.works[blockIdx.x];
   __syncthreads();  // the work has been written
   // The block's tile of queries: tokens work.start on, work.tokens of them. The other_... are the keys' sequence;
-  // first_tile, tiles: its tiles of KEYS keys that the queries see.
+  // first_tile, tiles: its tiles of KEYS keys that the queries see, or one without a token (tile_table in
+  // softmax_tiles.py): the loop below, which also waits for the copies of q, runs at least once. output_batch: `batch`,
+  // or another index for each part if softmax.py splits the keys.
   const Work& work = s.work;
   // Of the warp's first query: its row in the tile, and its position among the keys.
   const int row = threadIdx.x / 32 * 16 * M, diagonal = work.diagonal + row;
@@ -92,7 +97,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
     __syncthreads();  // this tile has arrived; the other may be overwritten
     if (tile + 1 < end) fetch_keys(tile + 1, stage ^ 1);
     const int key = tile * KEYS;
-    if (key > diagonal + 16 * M - 1 + right || key + KEYS <= diagonal - left) continue;  // unseen
+    if (key > diagonal + 16 * M - 1 + right || key + KEYS <= diagonal - left) continue;  // unseen by this warp
     Fragment<M, KEYS> p = {};  // q . k, with the scale's sign; then weights
     multiply_transposed<D, M, KEYS>(p, s.q, row, s.k[stage]);
     if (CAPPED) {
@@ -127,5 +132,6 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const Args<T> args
             result.logarithm / LOG2E;
       sum[m][half] = result.factor;
     }
+  // Without a barrier: no other warp reads this one's rows of q, which o overwrites.
   store<D, M>(o, [&](int m, int half) { return sum[m][half]; }, s.q, row, args.o, work, args.V, args.vectors);
 }

@@ -48,10 +48,11 @@
 //     x. A lane has two of the rows and multiplies them by factor0 and factor1. They pass through `tile`, in the warp's
 //     16 of the warpgroup's 64 rows from `row` on, to memory: by boxes, or, if some are no tokens of `work`, by lanes
 //   zero_rows: zeros in rows of other sequences. Every warpgroup writes all of them, so that none waits for another
-//   needs_mask<ROWS, COLUMNS>: whether one of ROWS queries does not see one of COLUMNS keys
+//   needs_mask<ROWS, COLUMNS>: whether one of ROWS queries, at positions from `diagonal` on, does not see one of COLUMNS
+//     keys
 //   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift). `factor` is
-//     `scale`: |scale| log2 e (with a cap, cap log2 e). If |m| > 2^27 it is the least power of two that is not less:
-//     factor x then has no rounding error. The larger factor does no harm: float32 products so large have scores at
+//     `scale`, |scale| log2 e (with a cap, cap log2 e), unless |m| > 2^27: then it is the least power of two not below
+//     `scale`, so that factor x has no rounding error. That does no harm: float32 products so large have scores at
 //     least 2^3 apart, so by either factor all products but the largest have at most 2^-8 of its weight. `shift` is
 //     factor times the x to which m was raised last. If factor is `scale`, that is m; if a power of two, it is not, and
 //     score_of(shift, scale), which tells the two cases apart by the size of `shift`, returns m in both. While the row
@@ -63,12 +64,13 @@
 //   Work: a tile of queries. `start`: its first token in q; `other_...`: the sequence of keys; `first_tile`, `tiles`:
 //     the first of the key tiles that the queries see, and how many: 0 ends the list, so softmax_tiles.py gives queries
 //     without a key a tile, too, all masked; `tokens`: how many rows of the tile are queries; `diagonal`: the position
-//     of the first query among the keys; `output_batch`: `batch`, or another index for each part if keys are split
+//     of the first query among the keys; `output_batch`: `batch`, or another index for each part where softmax.py
+//     splits the keys of few queries: plain.cu then merges the parts' o and lse
 //   start_tile_copy<BOX>: starts copying a tile by boxes of BOX tokens; `full` counts its bytes
 //   row_max, row_sum: over the four lanes that have a row; exp2_approx(x): 2^x; warp_uniform(x): x, which all lanes of
 //     the warp have, so that the compiler needs one register for it
 //   Tile: panels of PANEL = 64 columns, swizzled
-//   opaque: hides a value's origin from the compiler
+//   opaque: hides a value's origin from the compiler, which then cannot compute the value again
 //   size_of_scale: |scale| log2 e, at least 1e-37; scale_over_cap: scale / cap; tanh_of: tanh; mask_rows: sets scores
 //     of keys that a query does not see
 
@@ -89,6 +91,7 @@ template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
   static_assert((K == 64 || K == 128 || K == 192) && (V == 64 || V == 128) && V <= K);
   static constexpr int WARPGROUPS = K == 64 && !CAPPED ? 3 : 2, QUERIES = 64 * WARPGROUPS, KEY_STAGES = K == 64 ? 4 : 2;
   static constexpr int KEYS = K > 128 ? 96 : 128, QUERY_STAGES = K > 128 ? 2 : 3;
+  // Sizes that fit into 227 KiB, a block's most (shared_memory.json has the bytes).
   static_assert(QUERY_STAGES >= 2, "a tile's o is stored after the next tile's scores have begun");
   Tile<T, K, QUERIES> q[QUERY_STAGES];
   Tile<T, K, KEYS> k[KEY_STAGES];
@@ -204,7 +207,8 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
   // With three warpgroups one at a time issues the two products of an iteration of its loop. All have the same tiles,
   // and so as many turns: one that left the loop alone would keep the next one waiting for ever. The first scores,
   // before the loop, and the last product with v, after it, wait for no turn. Warpgroup 2 passes the first turn to
-  // warpgroup 0 before the loop; for the turn that it passes last, no warpgroup waits.
+  // warpgroup 0 before the loop; no warpgroup takes the turn that it passes last, and the barrier ends with the block.
+  // 256: the threads of the warpgroup that takes a turn and of the one that passes it.
   auto take_turn = [&] {
     if (TURNS) named_barrier_sync(FIRST_TURN_BARRIER + warpgroup, 256);
   };
@@ -290,6 +294,7 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
     pass_turn();
     if (next_is_new_tile) begin_tile(s.q_works[q.stage]);
     else stored.release(s.q_empty[previous_q_stage]);  // waits for the store while products run
+    // The product with v, which was issued after the scores, still runs.
     wait_for<1>(scores);
     release(s.k_empty[k.stage]);
     k.next();
