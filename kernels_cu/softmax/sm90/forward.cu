@@ -48,8 +48,8 @@
 //     x. A lane has two of the rows and multiplies them by factor0 and factor1. They pass through `tile`, in the warp's
 //     16 of the warpgroup's 64 rows from `row` on, to memory: by boxes, or, if some are no tokens of `work`, by lanes
 //   zero_rows: zeros in rows of other sequences. Every warpgroup writes all of them, so that none waits for another
-//   needs_mask<ROWS, COLUMNS>: whether one of ROWS queries, at positions from `diagonal` on, does not see one of COLUMNS
-//     keys
+//   needs_mask<ROWS, COLUMNS>: whether one of ROWS queries, whose positions start at `diagonal`, does not see one of
+//     COLUMNS keys
 //   RowMaximum: a row's m, in base 2. The weight of a product x (or of its tanh) is 2^(factor x - shift). `factor` is
 //     `scale`, |scale| log2 e (with a cap, cap log2 e), unless |m| > 2^27: then it is the least power of two not below
 //     `scale`, so that factor x has no rounding error. That does no harm: float32 products so large have scores at
