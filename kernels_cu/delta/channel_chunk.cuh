@@ -20,11 +20,11 @@
 // tests     test_delta_kernels; test_compile (no spills)
 // numerics  Normalized tokens are divided by their lengths. Each token is then divided by a power of 2 that brings its
 //           length to [1, 2), up to rounding. The square of the length is a sum over channels in float32. If it is 0,
-//           the power is 1. If it is infinite, the power is 2^126 (1 if normalized), and below the normal numbers
-//           2^-126, since log2_approx is -infinity: these do not bring the length there. Pairs of one block are
-//           multiplied in float32; the kernels decay the column token by token, as the recurrence does. Of 16-bit data,
-//           rows and columns of other pairs are rounded to float16, and so are keys decayed to the chunk's end. A decay
-//           is a product of the decays of the tokens in between, so that any gate is exact
+//           or below float32's normal numbers, which kernels take as 0, the power is 1; if it is infinite, 2^126 (1 if
+//           normalized): these do not bring the length there. Pairs of one block are multiplied in float32; the kernels
+//           decay the column token by token, as the recurrence does. Of 16-bit data, rows and columns of other pairs
+//           are rounded to float16, and so are keys decayed to the chunk's end. A decay is a product of the decays of
+//           the tokens in between, so that any gate is exact
 #include "delta/chunk.cuh"
 
 // From chunk.cuh and its includes:
