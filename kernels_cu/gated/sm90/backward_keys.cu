@@ -1,11 +1,12 @@
 // what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, with the gradient dS [K, V] of the state
 //           S in registers. Computes dk, dv, the gradient dg of the log gates, and the initial state's gradient dh0.
-// modes     ReadOrder, OneEach, InTurn: as in backward_queries.cu
-//           joined         of a launch, OneEach with P = 3 only: half of the blocks have segments 0 and 1, as one
-//           units          of a chunk: query_share is stored in multiples of a power of 2, see shapes
-//           BK = 64, 128   consumers make dv, or a warpgroup of its own does (HAS_SCORE_WARPGROUP)
-//           by_token       of a chunk, alike in all threads of the block: a flag of the first pass is set, or dS is too
-//                          large for float16 data. In every role its code goes through the phases of all barriers
+// modes     ReadOrder         template: AfterWrite, GLA, or BeforeWrite, RWKV-6 (reads_before_write)
+//           OneEach, InTurn   template: a block computes one segment, or whole sequences (P = 1), one after the other
+//           joined            of a launch, OneEach with P = 3 only: half of the blocks have segments 0 and 1, as one,
+//                             the others segment 2 (backward_schedules.cuh)
+//           BK = 64, 128      consumers make dv, or a warpgroup of its own does (HAS_SCORE_WARPGROUP)
+//           by_token          of a chunk, alike in all threads of the block: a flag of the first pass is set, or dS is
+//                             too large for float16 data. Every role then goes through the phases of all barriers, too
 // math      per chunk of 32 tokens in four sub-chunks of 8, dS being the gradient of the state S' after it and S the
 //           state before it. Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j +
 //           1 to i, E_i over those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
@@ -19,11 +20,12 @@
 //           dS <- D dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K]; dht [N P, H, K, V], the gradients of
 //           the states at the ends of segments, of which a sequence has P; dh0 [N, H, K, V]. Float32: u, dht, dh0. From
-//           backward_queries.cu: query_share, which is dg itself unless `adds`; query_sums [B, H, chunks, K + FLAGS],
-//           of each channel sum_i q_i scale E_i S do_i; if query_share is stored divided by a power of 2, its unit, the
-//           sum's 9 lowest bits are the unit's exponent (query_share.cuh); then a byte for each warp, 1 if the chunk is
-//           to be computed token by token; ends [N P, H, K], c of a segment's last chunk; checkpoints, the states S
-//           before every CHECKPOINT_EVERY-th token (states.cuh)
+//           backward_queries.cu: query_share, in dg itself, which is overwritten; with `adds` an array of its own, and
+//           results are added to what dk and dg hold. query_sums [B, H, chunks, K + FLAGS]: of each channel sum_i q_i
+//           scale E_i S do_i; then FLAGS = 2 floats, bytes in truth, WarpFlags: one for each warp of consumers, 1 if
+//           the chunk is to be computed token by token. query_share may be stored divided by a power of 2, its unit:
+//           then the sum's 9 lowest bits are the unit's exponent (query_share.cuh). ends [N P, H, K], c of a segment's
+//           last chunk; checkpoints, the states S before every CHECKPOINT_EVERY-th token (states.cuh)
 // grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn):
 //           backward_schedules.cuh. Warpgroups: one for every 64 channels (consumers); if BK = 128, one that makes A
 //           and dv; last, one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers
@@ -65,12 +67,12 @@
 //   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of finds a pair in
 //                       an Operand
 //   LaneChunk           numbers [n][2h + p] of a lane: sub-chunk n, its channel h, the pair's token p
-//   LaneGates           a lane's gates as operands of products of depth 16, in which a sub-chunk's 8 gates stand twice,
-//                       since log2 e (of float32: the gate) takes two 16-bit numbers. SECOND_NEGATED: the second half
-//                       is negated, and so are its counts, which leaves the sum; equal registers would be copied for
-//                       each product
-//   GateCounts          how often a token's sum of gates has each gate: 0, 1, -1 (before a sub-chunk's middle), 1/2 or
-//                       -1/2 (GLA's middle halves a gate)
+//   LaneGates           a lane's gates as left operands of depth 16, in which a sub-chunk's 8 gates stand twice: of 16
+//                       bits as they are, since the counts have log2 e in two 16-bit parts; of float32 as rounded
+//                       values and remainders. SECOND_NEGATED: the second half is negated, and so is that of the
+//                       counts, which leaves the sum. A product's four registers must differ: equal ones are copied
+//   GateCounts          right operands: how often a token's sum of gates has each gate: 0, 1, -1 (before the middle of
+//                       the sub-chunk), 1/2 or -1/2 (the middle lies before token 4, in GLA halfway through its gate)
 //   decays_from_*, decays_to_end: decays of tokens; decay_within, decay_queries, decay_keys: tokens times decays
 //                       (IN_FULL: not cut off to tf32); SubChunkDecays: sub[n] over sub-chunk n, after(n) from its end
 //                       to the chunk's end, all over the chunk
@@ -84,11 +86,12 @@
 // From states.cuh
 //   put_float_tile<warps>: a tile in float32; start_state_read_part, start_state_write start products that read dS or
 //     add to it
-//   scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`
+//   scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`; QueryScale's `up` is at most 2^MOST_UP
 //   StateOperand        decayed queries as start_state_write takes them
 //   state_values        keys, rounded as they are in a product with a state
-//   scale_state, decay_state: a state times factors of channels, times decays; sum_tokens_by_shuffles: sums over tokens
-//   checkpoint_at       where a stored state is
+//   scale_state, decay_state: a state times factors of channels, times decays; sum_tokens_by_shuffles,
+//     sum_earlier_tokens: sums over the tokens before each (BEFORE_TOKEN), by shuffles or on tensor cores, and over all
+//   checkpoint_at       where a stored state is; first_checkpoint: the number of the state before a segment's token 0
 // From backward_schedules.cuh
 //   Segment, segment_of<BACKWARDS>, segment_at, each_segment: what a block computes. `sequence` numbers segments: P of
 //                       each sequence; in_turn: the schedule is InTurn
@@ -99,15 +102,20 @@
 //   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands. multiply_rows: by
 //                       wgmma, so that all of the warpgroup calls it together
 //   score_offset        the byte offset in A of a lane's first score
-//   ChannelStage, ValueStage: a chunk's arrays of K, of V numbers; WarpFlags: a byte for each warp of consumers
+//   ChannelStage, ValueStage: a chunk's arrays of K, of V numbers, and what q, g and v hold one after the other
+//   WarpFlags           a byte for each warp of consumers, as one integer: 0 if no flag is set
 // From backward_lookups.cuh, growth.cuh and query_share.cuh
-//   computed_entry      offsets and masks of a thread: OFFSETS, FROM_MIDDLE, MASKS, in this order; s.lookups has the
-//                       first LOOKUPS of these entries, for which registers are too few; LookedUpCounts: GateCounts
-//                       made of FROM_MIDDLE and of the last member, w, of the other two
+//   computed_entry      constants of a thread, a uint4 for each Lookup: OFFSETS, x and y of set_pairs_within, z of
+//                       PairReader; FROM_MIDDLE; MASKS, x and y the right operand of sum_earlier_tokens, z
+//                       identity_of_lane(). s.lookups has the first LOOKUPS of them, where registers are too few.
+//                       LookedUpCounts: the GateCounts of FROM_MIDDLE and of w of the other two
 //   compute_keys_by_token: a chunk token by token; channel_sum: the sum over the four lanes of equal lane / 4
 //   add_query_share(dg, ...): adds query_share, and a term of each channel, by a product with an identity matrix, of
 //                       which identity_of_lane() is this lane's register
-// From ptx.cuh: hide_origin(x), opaque(x): x, made once, of unknown origin: what depends on it is computed again
+// From ptx.cuh: hide_origin(x), opaque(x): the compiler no longer knows what x was made of, and computes numbers that
+//   depend on x again instead of holding them in registers
+// From chunk_copies.cuh: fetch_chunk and store_chunk copy by a tensor map, or by rows (q_rows ...: a pointer and
+//   strides) where a sequence ends in the chunk, but its batch row does not, or where strides are negative
 #include "gated/sm90/backward_keys_storage.cuh"
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
@@ -152,7 +160,7 @@ __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool later_segment_grows(const Args<T, G>& args, int thread) {
   const i64 last = segment_of<BACKWARDS>(args.shape, args.P, args.joined).last_sequence_head, H = args.shape.H;
-  const int later = int(args.P - 1 - last / H % args.P);   // later segments of the sequence
+  const int later = int(args.P - 1 - last / H % args.P);   // later segments of the sequence; last: segment * H + head
   const int threads_each = max(1, COUNT / max(1, later));  // for each later segment
   bool found = false;
   for (int n = 1 + thread / threads_each; n <= later; n += COUNT / threads_each) {
@@ -196,8 +204,9 @@ __device__ __forceinline__ void make_A(Shared<T, G, BK, BV, Schedule>& s, Channe
   float within[2], across[4], self_score = 0.f;
   if (ReadOrder::reads_before_write) {
     for (int other = 0; other < BK / 16; ++other) {
-      // The terms of warp `other`'s channels as [g][token]: g, 0 to 7, has the sum of channels g and g + 8. This lane
-      // adds those of its token `query` at g = key_pair and key_pair + 4; channel_sum adds those of the other six g.
+      // The terms of warp `other`'s channels, stored by lanes 4 g + t as float2 of tokens 2t and 2t + 1, so [g][token]:
+      // g, 0 to 7, has the sum of channels g and g + 8. This lane adds those of its token `query` at g = key_pair and
+      // key_pair + 4; channel_sum adds those of the other six g.
       const float* parts = &s.self_scores.parts_of(in, other)[warp][0].x + 8 * key_pair + query;
       self_score += parts[0] + parts[32];
     }
@@ -335,7 +344,8 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   // ends when the bytes are there; store_chunk returns when the tiles may be overwritten.
   const auto fetch = [&](int iteration) {
     const int stage = iteration % STAGES;
-    if (warp == 1) iteration += VALUE_STAGES - STAGES;  // v, do: copied earlier; `stage`, maybe < 0, is not used
+    // v, do: copied earlier, so move_chunks begins with STAGES - VALUE_STAGES; `stage`, maybe < 0, and `in` are unused.
+    if (warp == 1) iteration += VALUE_STAGES - STAGES;
     if constexpr (Schedule::in_turn) {
       if (!s.places[warp].next(args.shape, iteration)) return;
       ++count;
@@ -392,6 +402,8 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
         mbarrier_wait(s.operands, (iteration - 1) & 1);  // s.float_v of the previous iteration has been read
       put_float_tile<SCORE_WARPS, T, BV>(s.float_v, in.v, warp, lane);
     }
+    // Two rows are enough: this row's last readers were those of iteration - 2. This thread has waited in store() for
+    // that chunk's `done`, at which consumers arrive after they and the makers of A have read the row.
     if (channel < BK) s.query_sums[iteration & 1][channel] = query_sum;
     if (channel == 0) s.flags[iteration & 1] = flags;
     fence_proxy_async();
@@ -544,7 +556,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     __syncwarp();  // all lanes have read `kept_ratio` of the previous segment
     if (lane == 0) kept_ratio = infinity();
   }
-  // Segments 0 and 1. After 1 the first pass has stored no `ends`, but S, of which compute_chunk makes c.
+  // Segments 0 and 1. Of the end of segment 1 the first pass has stored no `ends`, but the state S, a checkpoint, of
+  // which compute_chunk makes c.
   const bool is_joined = segment.last_sequence_head != segment.sequence_head;
   float dS[BV / 2], u[2] = {}, carried[2] = {};  // carried: c, of this lane's two channels
   load_state<BV>(dS, args.dht ? args.dht + segment.last_sequence_head * K * args.shape.V : nullptr, args.shape,
@@ -740,7 +753,10 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   if (threadIdx.x == 0) {
     s.segment = segment_of<BACKWARDS>(args.shape, args.P, args.joined);
-    for (MBarrier& full : s.full) mbarrier_init(full, 3 * 32);  // warps 0, 2 and 3 of move_chunks copy to it
+    // For each chunk, by_token or not, every thread named here arrives once: of move_chunks warps 0, 2 and 3 at `full`,
+    // warp 1 at `arrived`, all at `dA_stored`; consumers at `operands` and `done`; those that make A, 128, at `within`
+    // and `scores`, and in a warpgroup of their own at `done`, too.
+    for (MBarrier& full : s.full) mbarrier_init(full, 3 * 32);
     for (MBarrier& done : s.done) mbarrier_init(done, CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 128 : 0));
     for (MBarrier& arrived : s.arrived) mbarrier_init(arrived, 32);
     for (MBarrier& dA_stored : s.dA_stored) mbarrier_init(dA_stored, 128);
@@ -761,7 +777,8 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   __syncthreads();  // barriers are initialised; A's zeros, lookups and `kept_ratio` are in shared memory
   const int warpgroup = threadIdx.x / 128;
   // Registers of a consumer, of a thread of the warpgroup that makes A, and of one of the last warpgroup. A
-  // multiprocessor has 512 for every thread of a warpgroup's 128. If BK = 64 and BV = 128 every warp has enough.
+  // multiprocessor has 65536, 512 for each of 128 threads: so those of one thread of every warpgroup of its blocks add
+  // up to at most 512. If BK = 64 and BV = 128 one block of two warpgroups is alone, and needs no change.
   constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;
   constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, MOST = BK == 64 ? 184 : 200, SCORES = HAS_SCORE_WARPGROUP<BK> ? 64 : 0,
                 LAST = HAS_SCORE_WARPGROUP<BK> ? 48 : 72;
