@@ -52,7 +52,7 @@
 // limits    sm_90a; bfloat16, float16; K and V of a launch up to 128, multiples of 8; rows start on 16 bytes
 // instances all of both orders, both T, G of T and float32, BK and BV, OneEach and InTurn
 // tests     test_gradient_kernels; test_gradient_segments (joined, InTurn); test_growth_gradients (by_token);
-//           test_gate_paths (units); test_gradient_tiles (args.adds); test_compile (no spills)
+//           test_gate_paths (units); test_gradient_tiles (args.adds); test_compile (SPILLED)
 //
 // From warpgroup.cuh and its includes
 //   Tile<X, D>          D numbers of type X of each of the chunk's tokens, in panels of PANEL<X> (128 bytes)
@@ -62,12 +62,18 @@
 // From decays.cuh
 //   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens
 //   ldmatrix_offset()   `offset` below: the byte in a panel of the 16 bytes that a lane gives to ldmatrix and stmatrix
-//   GateCounts          how often a token's sum of gates has each gate: 0, 1, 1/2, or, before a middle, -1
+//   GateCounts          how often a token's sum of gates has each gate of its sub-chunk, made by each lane: 0 or 1;
+//                       in sums from the sub-chunk's middle also -1, before it, and 1/2 or -1/2 of GLA's gate 4,
+//                       halfway through which the middle is
+//   SubChunkDecays      sub[n][h]: the decay over sub-chunk n; before(n, h): over all sub-chunks before it
 //   decays_from_*, decays_to_*: decays of tokens; decay_within, decay_queries, decay_keys: tokens times these,
 //                       AS_MULTIPLIED: cut off to tf32
-//   QueryRow            stores dA of a query and pairs of keys; pair_index: a pair's index in dA
-//   PairReader          add_keys(sums, keys, n, m): sums over keys of sub-chunk m, times pairs, for queries of n;
-//                       add_queries(sums, queries, n, m): over queries of n, for keys of m. Across: operands at borders
+//   QueryRow            stores dA of a query and pairs of keys; pair_index: a pair's index in dA; self_weights(dA, n):
+//                       RWKV-6's scale do_i . v_i of the lane's two tokens of sub-chunk n
+//   PairReader          add_keys(sums, keys, n, m): sums over keys of sub-chunk m, times dA, for queries of n;
+//                       add_queries(sums, queries, n, m): over queries of n, for keys of m
+//   Across              queries or keys decayed from, or to, the borders between sub-chunks; see DecayedKeys
+//   in_register(x)      x, which the compiler and the assembler hold in a register
 // From backward_schedules.cuh
 //   Segment, segment_of<BACKWARDS>, each_segment: what a block computes; ChunkPlaces: with InTurn, where the chunks lie
 //                       that are copied; wait_for: waits for an iteration's phase of its stage's barrier
@@ -75,14 +81,19 @@
 //   FloatTile           a tile in float32; start_state_read, start_state_write start products that read S or add to it
 //   StateOperand        decayed keys as start_state_write takes them, set by put(n, h, two tokens)
 //   state_values        keys, rounded as they are in a product with a state; sum_tokens_by_shuffles: sums over tokens
-//   checkpoint_at       where a stored state is; first_checkpoint: a segment's first
+//   checkpoint_at       where a stored state is, by its index; first_checkpoint: the index from which a segment's count
+//   scale_of_queries    a QueryScale, of powers of 2: not 1 only for decays of the first gate below 2^-8 (STRONG)
+//   FROM_TOKEN_ON       of sum_tokens_by_shuffles: over a token and all after it
 // From query_share.cuh
 //   IN_UNITS<G>         G is bfloat16; units_for chooses units by the magnitudes that add_sizes adds up;
-//                       store_query_share stores shares, sum_with_unit puts the exponent into a sum's lowest bits
+//                       store_query_share stores shares, sum_with_unit puts the exponent into a sum's lowest bits.
+//                       exceeds_float16: whether one of the warp's shares is infinite in float16
 // From growth.cuh and ptx.cuh
-//   compute_queries_by_token: a chunk token by token
-//   hide_origin(x), opaque(x): x as a number of unknown origin: what depends on it is computed again, not held in a
-//                       register, and x itself is not computed again
+//   compute_queries_by_token: a chunk token by token; also moves S to the state after it
+//   exceeds_growth      looks at the lane's gates, and only if one of the warp's is large at all of the warp's channels
+//   convert_to_units    divides shares by units and returns their sums with units
+//   hide_origin(x), opaque(x): x, of an origin that the compiler does not see: it computes what depends on x again, and
+//                       holds nothing from before; x itself only the assembler can compute again
 //   channel_sum         the sum over the four lanes of a channel
 #include "gated/sm90/backward_schedules.cuh"
 #include "gated/sm90/growth.cuh"
@@ -288,7 +299,8 @@ template <typename T, typename G> struct TokenOperands {
     load_operand(keys, k, offset);
   }
 };
-// When a lane loads the TokenOperands of a chunk. It depends on how many registers are free.
+// When a lane loads the TokenOperands of a chunk. It depends on how many registers are free: SPILLED in test_compile
+// shows what another choice spills.
 //   ONCE    at the end of the previous chunk; registers hold them until their last use
 //   EARLY   at the end of the previous chunk, with clamped gates, for pairs within sub-chunks; then again for all else
 //   LATE    as EARLY, but the first time at the start of the chunk itself
@@ -344,8 +356,10 @@ template <typename T> struct DecayedKeys {
   Across over_keys = {};   // for the queries that are paired with these keys: sums over keys of dA_ij times these
   StateOperand<T> to_end;  // decayed to the chunk's end
 };
-// by8[x] of an Across has the queries of sub-chunk 2x + 1, or the keys of 2x, with which these are paired; by16[x] has
-// the queries of 2 + x, or the keys of x: queries of 2 and of 3 are paired with keys of 0 and of 1.
+// by8[x] of an Across has the queries of sub-chunk 2x + 1, or the keys of 2x, with which these are paired: both decayed
+// to the border between them. by16[x] has the queries of 2 + x, or the keys of x: queries of 2 and of 3 are paired with
+// keys of 0 and of 1. They are decayed to the chunk's middle, queries of 3 also over 2, keys of 0 also over 1; sums of
+// pairs lack the decays of the query or key that they are for.
 
 // Sets `keys`. Returns whether the chunk must be computed token by token: exceeds_growth (growth.cuh), a vote of the
 // warp. LOADS_AGAIN: loads gates and keys again, each where it is needed.
@@ -384,7 +398,8 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
   decays_from_start(outer_decays, tokens.gates, counts);
   // The second pass multiplies queries, rounded to T, by do and adds the products to dS. If T is float16 and the first
   // gate of GLA's chunk is strong, it first multiplies the queries by a power of 2, `up`, for float16's range; `down`
-  // is the inverse. The same rounded values are taken here.
+  // is the inverse. The same rounded values are taken here: whoever changes the rounding, there (queries.put in
+  // backward_keys.cu) or here, changes both, else terms of dg that should cancel do not.
   const QueryScale query_scale = scale_of_queries<ReadOrder, T>(outer_decays);
   decay_queries<AS_MULTIPLIED, T>(
       queries_across, tokens.queries, outer_decays, keys.decays, {scale * query_scale.up[0], scale * query_scale.up[1]},
@@ -420,6 +435,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
     }
   });
   // Takes a key's term off the share: key times its sum over queries, of sub-chunk n and the lane's number i = 2h + p.
+  // RWKV-6: adds it to key_terms, which sum_later_tokens subtracts.
   const auto subtract_term = [&](int n, int i, float key, float over_queries) {
     if (ReadOrder::reads_before_write) results.key_terms[n][i] = fmaf(key, over_queries, results.key_terms[n][i]);
     else results.query_share[n][i] = fmaf(-key, over_queries, results.query_share[n][i]);
@@ -478,7 +494,7 @@ __device__ __forceinline__ void store_ends(float (&S)[BV / 2], const float (&du)
     each_pair_of_state<BV, HAS_FULL_PATH>(S, args.dht + segment.last_sequence_head * K * args.shape.V, args.shape,
                                           channel, [&](float& x, float& y, const float* from) {
                                             const float2 two = *reinterpret_cast<const float2*>(from);
-                                            // S[4n + 2h] and S[4n + 2h + 1] are of channel h.
+                                            // S[4n + 2h] and S[4n + 2h + 1] are of channel h; x is a number of S.
                                             end_terms[&x - S >> 1 & 1] += x * two.x + y * two.y;
                                           });
 #pragma unroll
@@ -504,8 +520,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   const int checkpoint = first_checkpoint(args.shape, segment);
   constexpr Loads LOADS = ::LOADS<ReadOrder, G, BV>;
   constexpr bool LOADS_AGAIN = LOADS != ONCE;  // the first gates are then clamped, for pairs within sub-chunks alone
-  // With float16 data and gates and 128 columns, registers are too few to hold a lane's offsets: `opaque` only hides
-  // from the compiler where x comes from.
+  // With float16 data and gates and 128 columns, registers are too few to hold a lane's offsets: after `opaque` the
+  // assembler may compute them again, after in_register it cannot.
   constexpr bool HOLDS_OFFSETS = !(IS_FLOAT16<T> && sizeof(G) == 2 && BV == 128);
   const auto held = [](int x) { return HOLDS_OFFSETS ? in_register(x) : opaque(x); };
   const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = held(ldmatrix_offset());
@@ -560,7 +576,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     // terms of du, which have no decays, are.
     if (by_token) {
       compute_queries_by_token<ReadOrder, T, G, BV>(S, query_sums, inside, in, u, scale);
-      // Then S <- D S + sum_j L_j k_j v_j^T leaves S as it is.
+      // S is now the state after the chunk: by decays of 1 and keys of 0 the write below leaves it as it is.
       each_token_pair([&](int n, int h) { keys.to_end.put(n, h, 0.f, 0.f), keys.decays.sub[n][h] = 1.f; });
     }
     set_flag(by_token);
@@ -573,8 +589,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
     // Of the lane's two channels sum_i q_i from_state_i: the sum over all tokens of query_term - key_term, in which the
     // two terms of each pair of the chunk cancel.
-    float sum[2];
-    u32 unit[2];  // IN_UNITS, which is G bfloat16: the exponents of the units; see query_share.cuh
+    float sum[2];  // neither `sum` nor `unit` is set, or read, if by_token
+    u32 unit[2];   // IN_UNITS, which is G bfloat16, alone: the exponents of the units; see query_share.cuh
     if (!by_token) {
       if constexpr (IN_UNITS<G>) {
         float size[2] = {};
