@@ -3,8 +3,9 @@
 // math      w = exp(-exp(decay_base + tanh(decay_low) decay_up));  o = r^T (S + diag(bonus) k v^T)
 //           S = diag(w) S + k v^T;  y = GroupNorm_H(o) silu(gate)
 // shapes    k v r gate [B, H, N], each the sum of P parts, which are 4 B H N numbers apart: a part has all four arrays.
-//           decay_low [P, B, W], of rank W, is such a sum, too; y [TERMS, B, H, N], decay_up [W, H, N], decay_base
-//           bonus weight bias [H, N], state [pool, H, N, N], slots [B] or null, where b has state b; N = 64
+//           decay_low [P, B, W], of rank W, is such a sum, too; y [TERMS, B, H, N], TERMS numbers of type T times
+//           their units for each of y, which the next product multiplies as exactly as float32; decay_up [W, H, N],
+//           decay_base bonus weight bias [H, N], state [pool, H, N, N], slots [B] or null: then b has state b; N = 64
 // grid      a block for every (head, SEQUENCES), heads slowest; a warp a sequence: a lane has four columns of the
 //           state and every second channel
 // smem      Shared, then tanh(decay_low) of each warp, then decay_up of a head
@@ -14,7 +15,7 @@
 // limits    N = 64; SEQUENCES of 2, 4, 8 and W even, so that decay_up starts on 16 bytes in shared memory; P = 1, or
 //           up to 2 if SEQUENCES is less than 8. States are read before the previous kernel has ended. So between this
 //           launch and the one that last wrote them there must be another launch that waits for its predecessor
-//           (wait_for_previous) before it calls launch_next
+//           (wait_for_previous) before it calls launch_next: chosen_norm.cu, a decoding step's first launch
 #include "rwkv6/time_mix_heads.cuh"
 #include "cards.cuh"
 
@@ -24,7 +25,10 @@
 //   read_and_step: adds a channel's terms to o, and returns its new state
 //   decays_of_channels: of two channels, from tanh(decay_low) and decay_up; gated: with weight, bias and silu(gate)
 //   load2, load4, store4: neighbouring floats; Four, load_four: four neighbouring numbers of a state
-//   store4_terms: four numbers as sums of TERMS terms
+//   store4_terms: four numbers as sums of TERMS terms times units
+//   state_of(b, h, N): the state of slots[b], or b, never null
+//   group_norm: adds up o of the warp's two groups of lanes, and normalises over the head; for all lanes together
+//   launch_next: the next kernel may start; wait_for_previous: until the previous kernel has ended
 
 template <typename T, typename S> struct Args : TimeMixArgs<T, T, S> {
   i64 P;
@@ -51,7 +55,8 @@ template <bool TWO_PARTS> __device__ __forceinline__ float4 load4_parts(const fl
 template <typename T, typename S, int TERMS, int SEQUENCES>
 __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES : 2)
     rwkv6_time_mix_batch(const Args<T, S> args) {
-  // Whether there are registers for all rows, and for two parts: 8 warps share a multiprocessor's, or 16 warps.
+  // Whether there are registers for all rows, and for two parts: with __launch_bounds__ 8 warps share those of a
+  // multiprocessor, with SEQUENCES of 8 two blocks of 8.
   constexpr bool HAS_REGISTERS = SEQUENCES < 8, TWO_PARTS = MOST_PARTS<SEQUENCES> == 2;
   constexpr int THREADS = 32 * SEQUENCES,
                 HELD = HAS_REGISTERS ? ROWS : ROWS / 2;  // rows of the state whose loads are under way
@@ -90,8 +95,8 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   else if (tid == 0) prefetch_l2(args.weight + head_offset, 4 * N), prefetch_l2(args.bias + head_offset, 4 * N);
   cp_async_wait<0>();
   __syncthreads();      // decay_up is in shared memory
-  wait_for_previous();  // the previous kernel has ended: what it wrote can be read
-  if (!state) return;
+  wait_for_previous();  // the previous kernel has ended: what it wrote (k v r gate, decay_low) can be read
+  if (!state) return;   // no sequence b; no barrier of the block follows
 
   struct Inputs {
     float2 k, r;
@@ -121,7 +126,8 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   s.channels[warp][own_channel + 1] = {k.y, r.y, decay.y, k.y * u.y};
   __syncwarp();  // s.channels of the warp's sequence is in shared memory
 
-  // Rows whose channels are loaded at a time; with 4 the assemblers for other cards spilled registers.
+  // Rows between two __syncwarp, whose channels the compiler may load together: 4 on sm_90, and 8 on all other cards,
+  // whose assemblers spilled registers with 4.
   constexpr int AT_ONCE = BEFORE_SM90 || SINCE_SM100 ? 8 : 4;
   float4 o = {};
 #pragma unroll
@@ -133,7 +139,7 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
     store4(row_address(row), read_and_step(o, old, v, c.x, c.y, c.z, c.w));
   }
   o = group_norm(o, float(args.eps));
-  if (group > 0) return;
+  if (group > 0) return;  // both groups have the same o now
   if (!HAS_REGISTERS) load_gate(), load_norm();
   store4_terms<TERMS>(args.y + offset + column, args.B * D, gated(o, norm_weight, bias, gate));
 }
