@@ -3,8 +3,8 @@
 // math      w = exp(-exp(decay_base + tanh(decay_low) decay_up));  o = r^T (S + diag(bonus) k v^T)
 //           S = diag(w) S + k v^T;  y = GroupNorm_H(o) silu(gate)
 // shapes    k v r gate [B, H, N], each the sum of P parts, which are 4 B H N numbers apart: a part has all four arrays.
-//           decay_low [P, B, W], of rank W, is such a sum, too; y [TERMS, B, H, N], TERMS numbers of type T times
-//           their units for each of y, which the next product multiplies as exactly as float32; decay_up [W, H, N],
+//           decay_low [P, B, W], of rank W, is such a sum, too; y [TERMS, B, H, N]: each number as a sum of TERMS
+//           of type T times their units, three of which hold a float32 number for the next product; decay_up [W, H, N],
 //           decay_base bonus weight bias [H, N], state [pool, H, N, N], slots [B] or null: then b has state b; N = 64
 // grid      a block for every (head, SEQUENCES), heads slowest; a warp a sequence: a lane has four columns of the
 //           state and every second channel
