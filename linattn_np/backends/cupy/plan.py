@@ -25,6 +25,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
+# eq=False: an object equals itself alone, and dictionaries may have it as a key.
 @dataclass(frozen=True, eq=False)
 class CallerArray:
     """The description of an array that the caller gives, or that another plan has computed."""
@@ -47,7 +48,7 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: np.dtype
     axes: tuple[int, ...]
-    address_mod_16 = 0
+    address_mod_16 = 0  # without a type, hence no field
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +68,7 @@ class Table:
     """An array on the host whose numbers are the same in every execution; it is copied to the device once."""
 
     host: np.ndarray
-    address_mod_16 = 0
+    address_mod_16 = 0  # without a type, hence no field
 
     @property
     def shape(self):
@@ -196,6 +197,8 @@ def mappable(*arrays) -> bool:
 def mappable_either_way(x) -> bool:
     """Whether a tensor map can describe `x` [B, H, T, D], or `x` with its tokens in the opposite order. A kernel that
     gets such a map of reversed tokens does not use it: it copies the rows of `x` itself."""
+    # Its argument struct has a map in any case: `execute` makes that of x.with_ascending_tokens. The kernel sees by the
+    # sign of the rows' token_stride that it must not use the map (chunk_copies.cuh).
     return mappable(x) or mappable(x.with_ascending_tokens)
 
 
@@ -226,7 +229,7 @@ class Shape:
     T: int
     K: int
     V: int
-    row_sequences: int  # sequences, or segments, of a batch row
+    row_sequences: int  # sequences, or segments, of a batch row; 1 if `bounds` is null
     bounds: Ref | None  # int64 [row_sequences + 1]: each sequence's first token, then T; null if all have T tokens
     chunk: int  # tokens of a chunk
     NC: int  # chunks in a row of the batch
@@ -239,6 +242,7 @@ class Shape:
         return self.B * self.H * self.NC
 
 
+# `arguments` writes the words of a Shape in this order, and `source` has the compiler compare it with the C++ struct.
 SHAPE = tuple(member.name for member in fields(Shape))
 
 
@@ -254,6 +258,7 @@ class Launch:
     together: bool = False  # whether blocks wait for each other, so that the card must run all of them at the same time
 
 
+# C, M and K are the product's own: K is the length of its sums.
 @dataclass(frozen=True, eq=False)
 class Product:
     """C products y = x w^T, or y += x w^T, by cuBLAS: w [C, M, K] and x [C, B, K] of one dtype, y [C, B, M]."""
@@ -388,6 +393,7 @@ class Draft:
 
     def launch(self, kernel, blocks: int, /, reason="", more_shared=0, together=False, **args):
         """Appends a `Launch`; `args`: the members of the kernel's argument struct that `default_args` lacks."""
+        # kernel.names: those of the struct's members; `complete` checks that all are there, or optional and then None
         defaults = {name: self.default_args[name] for name in kernel.names & self.default_args.keys()}
         self.steps.append(Launch(kernel, blocks, kernel.complete(defaults | args), reason, more_shared, together))
 
@@ -417,6 +423,7 @@ class Draft:
         however often this is called."""
         if x is None or x.dtype == dtype and is_contiguous(x):
             return x
+        # The key is the object x: another view of the same memory is copied again. x must not be written later.
         if (x, dtype) not in self.contiguous_versions:
             reason = f"{name}: the kernels read it as contiguous {dtype}"
             self.contiguous_versions[x, dtype] = self.contiguous_copy(x, dtype, reason)
@@ -438,7 +445,7 @@ class Draft:
             return x
         return self.contiguous_copy(x, reason=f"{name}: it does not start on 16 bytes")
 
-    # -- the arrays of a call: `problem` as `describe` returns it --
+    # -- the arrays of a call: `problem` as `execute.describe` returns it --
     def inputs(self, problem) -> tuple[Array, ...]:
         """The arrays of the call except the bonus u, in the order of the declaration, each as `in_rows` returns it."""
         return tuple(self.in_rows(x, name) for name, x in problem.arrays.items() if name != "u")
@@ -472,12 +479,13 @@ class Draft:
         the memory order of the first input. `give_back` copies it to `out` if necessary."""
         if problem.out is not None and fits(problem.out):
             return problem.out
+        # op.out: the axes of o, such as "B H T V"
         return self.like(next(iter(problem.arrays.values())), problem.dtype, problem.shape(problem.op.out))
 
     def give_back(self, problem, o) -> Array:
         """What a call returns for `o`: the caller's `out`, to which o is copied if kernels wrote o elsewhere; `o` if
         there is no `out`."""
-        if problem.out is None or o is problem.out:
+        if problem.out is None or o is problem.out:  # the object that `output` returned, not a view of it
             return o
         self.copy(o, problem.out, "out: the kernels cannot write it as it lies")
         return problem.out
@@ -510,6 +518,7 @@ class Draft:
         changed : K or V, if the kernel's arrays have other sizes than the problem's
         """
         B, H, T = problem.shape("B H T")
+        # dense: every batch row is one sequence
         dense, chunk = spans is None and not problem.varlen, chunk or problem.chunk_size or CHUNK
         spans = spans or problem.spans
         K, V = (changed.get(axis, problem.sizes.get(axis, 0)) for axis in "KV")
@@ -517,6 +526,7 @@ class Draft:
         if dense:
             return Shape(**sizes, NC=ceil_div(T, chunk), bounds=None, chunks=None, chunk_bounds=None)
         bounds, chunk_bounds, chunks = spans.bounds, spans.chunk_bounds(chunk), spans.chunks(chunk)
+        # The order is that of the offsets below.
         table = self.table(np.concatenate([bounds, chunk_bounds, chunks.ravel()])).memory  # one table: one upload
         assert table.dtype == np.int64
         chunk_bounds_ref = Ref(table, bounds.nbytes)
@@ -528,6 +538,7 @@ class Draft:
 def mode_of(problem) -> str:
     """The mode that "auto" stands for on a GPU: "chunk", or "staged" if the caller asks to materialize the states of
     all chunks and a sequence has several. For delta rules "auto" is returned: their planner chooses."""
+    # A mode that the caller names stays. RANK_ONE: the delta rules.
     if problem.mode != "auto" or problem.op.transition is Transition.RANK_ONE:
         return problem.mode
     several_chunks = problem.spans.longest > (problem.chunk_size or CHUNK)
