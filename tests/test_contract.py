@@ -359,6 +359,21 @@ def test_new_outputs_lie_in_the_order_of_q(backend):
             assert_close(op.name, backend.tohost(in_memory).swapaxes(1, 2), backend.tohost(o), np.float32)
 
 
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_an_output_of_every_second_number(backend, op, rng):
+    """Its rows start on 16 bytes, and yet no copy of 16 bytes may write them: the numbers between stay."""
+    modes = backend.modes[op.name]
+    dtype = BFLOAT16 if np.dtype(BFLOAT16) in backend.dtypes else np.float32
+    if not modes:
+        pytest.skip("not this backend's")
+    arrays = draw(op, rng, {"B": 1, "H": 2, "T": 40, "K": 64, "V": 64}, dtype)
+    wanted, _ = exact(OPS[op], arrays)
+    memory = backend.asarray(np.full((*wanted.shape[:-1], 128), np.nan, np.float32).astype(dtype))
+    backend.run(OPS[op], *map(backend.asarray, arrays), out=memory[..., ::2])
+    assert_close("o", backend.tohost(memory)[..., ::2], wanted, dtype)
+    assert np.isnan(double(backend.tohost(memory)[..., 1::2])).all()
+
+
 def test_rows_that_are_not_contiguous(backend):
     """Transposed last axes, memory off by one element, negative and zero strides give what their copies give."""
     for op, function in OPS.items():

@@ -27,6 +27,7 @@ from linattn_np.backends.cupy.plan import (
     as_array,
     has_rows,
     is_contiguous,
+    mappable,
 )
 from linattn_np.backends.cupy.source import checks, text
 
@@ -220,6 +221,7 @@ def test_where_16_bytes_can_be_read_at_once():
     x = as_array(given())
     assert aligned16(x) and aligned16(x[..., :4]) and not aligned16(x[..., :3]) and not aligned16(x[..., 1:5])
     assert not aligned16(as_array(given(start=4))) and not has_rows(x.swapaxes(2, 3)) and has_rows(x[:, :, ::-1])
+    assert mappable(x) and aligned16(x[:, :, ::2, ::2]) and not mappable(x[:, :, ::2, ::2])
 
 
 def test_memory_in_the_order_of_another():

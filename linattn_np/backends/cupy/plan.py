@@ -188,10 +188,10 @@ def common_bytes(*arrays) -> int:
 
 
 def mappable(*arrays) -> bool:
-    """Whether tensor maps can describe the arrays: none is empty, rows allow 16-byte copies, and no axis of more than
-    one number has a stride of 0 or less."""
+    """Whether tensor maps can describe the arrays: none is empty, all have rows (`has_rows`), which allow 16-byte
+    copies, and no axis of more than one number has a stride of 0 or less."""
     positive = all(x.size and all(n > 0 or size == 1 for n, size in zip(x.strides, x.shape)) for x in arrays)
-    return positive and aligned16(*arrays)
+    return positive and all(map(has_rows, arrays)) and aligned16(*arrays)
 
 
 def mappable_either_way(x) -> bool:
