@@ -140,7 +140,7 @@ def test_wide_uneven_rows_under_a_shared_gate_are_copied(op):
 @pytest.mark.parametrize("op, products", [(RETENTION, 1), (LINEAR_ATTENTION, 1), (SIMPLE_GLA, 3)])
 def test_only_sums_over_channels_are_multiplied_in_float32(op, products):
     """On other cards the gate is spread over the channels, but no gradient of a gate without tokens is wanted."""
-    plan = planned.plan_of(large(op, K=64, V=64, T=64, H=2), EmulatedDevice(80))
+    plan = planned.plan_of(large(op, K=64, V=64, T=128, H=2), EmulatedDevice(80))
     kernels = [step.kernel for step in plan.launches if step.kernel.name.startswith("gated_backward")]
     assert len(kernels) == 3 and {kernel.products for kernel in kernels} == {products}
 
