@@ -64,9 +64,14 @@ def numpy_refusal(x, use, operator) -> str | None:
 
 
 def cupy_refusal(x, use, operator) -> str | None:
-    if type(x) is sys.modules["cupy"].ndarray:
-        return None
-    return f"is a {kind_of(x)}, a subclass of cupy.ndarray, expected a plain array"
+    if type(x) is not sys.modules["cupy"].ndarray:
+        return f"is a {kind_of(x)}, a subclass of cupy.ndarray, expected a plain array"
+    if x.data.ptr % x.itemsize or any(step % x.itemsize for step, size in zip(x.strides, x.shape) if size > 1):
+        return (
+            f"has numbers, of {x.dtype} with strides {x.strides}, that do not lie on multiples of {x.itemsize} bytes, "
+            "where no GPU can read them"
+        )
+    return None
 
 
 def jax_refusal(x, use, operator) -> str | None:

@@ -1,5 +1,9 @@
 """Every wrong argument raises the right class, says operator, argument, wanted and got, and nothing is written."""
 
+import re
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from conftest import SIMULATOR, Numpy
@@ -11,6 +15,7 @@ from linattn_np import (
     ContractError,
     ContractTypeError,
     NotSupported,
+    accepted_arrays,
     explain,
     gla,
     gla_step,
@@ -339,6 +344,20 @@ def test_subclasses_are_refused(kind):
     _, pull = vjp(gla, *good_call(gla).values())
     with pytest.raises(ContractTypeError, match=f"gla: do is a .*{message}"):
         pull(make(zeros(B, H, T, V)))
+
+
+def test_numbers_that_no_gpu_can_read_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=SimpleNamespace))
+
+    def refusal(strides, address=512):
+        places = {"shape": (2, 1, 8), "strides": strides, "data": SimpleNamespace(ptr=address)}
+        return accepted_arrays.cupy_refusal(
+            SimpleNamespace(dtype=np.dtype(np.float32), itemsize=4, **places), "computed", None
+        )
+
+    assert refusal((36, 34, 4)) is None  # the stride of an axis of one number has no meaning
+    for wrong in (refusal((34, 32, 4)), refusal((32, 32, 6)), refusal((36, 32, 4), 514)):
+        assert re.match(r"has numbers, of float32 with strides .* on multiples of 4 bytes, where no GPU", wrong)
 
 
 def test_memory_maps_are_arrays(tmp_path):
