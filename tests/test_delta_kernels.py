@@ -347,6 +347,28 @@ def test_chunks_with_hard_keys(backend, hard, op, qk_l2norm, K, dtype, rng):
         assert rms(double(backend.tohost(x)) - y) < limit * rms(y), what
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, SINGLE], ids=str)
+def test_chunks_of_little_keys(backend, dtype, rng):
+    """The squares of their lengths are below float32's normal numbers."""
+    q, k, v, g, beta = Case(KDA, H=1, groups=1, T=70, K=64, V=20, dtype=dtype, gate="weak").drawn(rng)[0]
+    arrays = q, (double(k) * 2.0**-74).astype(dtype), (double(v) * 2.0**74).astype(dtype), g, beta
+    wanted = linattn_np.kda(*map(double, arrays), mode="recurrent")
+    found = double(backend.tohost(backend.run(linattn_np.kda, *map(backend.asarray, arrays), mode="chunk")))
+    assert rms(found - wanted) < 1.3 * HARD_LIMITS[dtype] * rms(wanted)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, HALF, SINGLE], ids=str)
+@pytest.mark.parametrize("op", [KDA, RWKV7], ids=lambda op: op.name)
+def test_zeros_among_tokens(backend, op, dtype, rng):
+    """Their gradients are others' than zeros."""
+    case = Case(op, H=1, groups=1, T=70, K=64, V=20, dtype=dtype, gate="weak")
+    arrays, *rest = case.drawn(rng)
+    for x, first in zip(arrays, (0, 1, 2, 3, 4, 5)):
+        if x.ndim == 4:
+            x[:, :, first::6] = 0
+    assert_gradients(backend, case, arrays, *rest)
+
+
 def changed_by_rounding(arrays, start, exact, rng):
     """What changes in (o, the last state) of RWKV-7, root mean squares over four draws, if the state of every token is
     off by 2^-9 of each number."""

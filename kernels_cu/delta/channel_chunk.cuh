@@ -20,11 +20,12 @@
 // tests     test_delta_kernels; test_compile (no spills)
 // numerics  Normalized tokens are divided by their lengths. Each token is then divided by a power of 2 that brings its
 //           length to [1, 2), up to rounding. The square of the length is a sum over channels in float32. If it is 0,
-//           or below float32's normal numbers, which kernels take as 0, the power is 1; if it is infinite, 2^126 (1 if
-//           normalized): these do not bring the length there. Pairs of one block are multiplied in float32; the kernels
-//           decay the column token by token, as the recurrence does. Of 16-bit data, rows and columns of other pairs
-//           are rounded to float16, and so are keys decayed to the chunk's end. A decay is a product of the decays of
-//           the tokens in between, so that any gate is exact
+//           or below float32's normal numbers, which kernels take as 0, the power is LITTLE, or 1 in RWKV-7, whose
+//           gradients are divided by it; if it is infinite, 2^126 (1 if normalized): these do not bring the length
+//           there. Pairs of one block are multiplied in float32; the kernels decay the column token by token, as the
+//           recurrence does. Of 16-bit data, rows and columns of other pairs are rounded to float16, and so are keys
+//           decayed to the chunk's end. A decay is a product of the decays of the tokens in between, so that any gate
+//           is exact
 #include "delta/chunk.cuh"
 
 // From chunk.cuh and its includes:
@@ -127,6 +128,10 @@ __device__ __forceinline__ float power_below(float squares) {
   return __uint_as_float(u32(127 + min(max(exponent, -126), 126)) << 23);
 }
 
+// The power of 2 by which a token is divided whose numbers are all below 2^-63, so that no square is a normal number:
+// they are then below 8, also of float16 if they grow (growing_chunk.cuh), and normal numbers of it from 2^-80 on.
+constexpr float LITTLE = 0x1p-66f;
+
 // The largest x of the warp's lanes; each gets it.
 __device__ __forceinline__ float max_of_lanes(float x) {
 #pragma unroll
@@ -139,10 +144,10 @@ __device__ __forceinline__ float max_of_lanes(float x) {
 struct Lengths {
   float factor[BT], power[BT];
 
-  // `squares`: of the length of token i.
-  __device__ __forceinline__ void set(int i, float squares, bool normalized) {
+  // `squares`: of the length of token i. of_zero: its power if that is 0.
+  __device__ __forceinline__ void set(int i, float squares, bool normalized, float of_zero) {
     const float inverse_length = normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
-    const float below = power_below(inverse_length * inverse_length * squares);
+    const float below = squares == 0.f ? of_zero : power_below(inverse_length * inverse_length * squares);
     power[i] = below,
     factor[i] = inverse_length * __uint_as_float(0x7f000000u - __float_as_uint(below));  // inverse_length / below
   }
@@ -178,10 +183,10 @@ template <int COLS, typename T> __device__ __forceinline__ float squares_of_rows
   return lane & 4 ? d[0][1] + d[1][1] : d[0][0] + d[1][0];
 }
 
-// Sets the lengths of the tokens of the warp's blocks in each of the tiles, four at most.
+// Sets the lengths of the tokens of the warp's blocks in each of the tiles, four at most. of_zero: as in Lengths::set.
 template <int BK, int TILES, typename T>
-__device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* const (&tiles)[TILES],
-                                            bool normalized) {
+__device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* const (&tiles)[TILES], bool normalized,
+                                            float of_zero) {
   static_assert(TILES <= 4, "a lane for each row of each tile");
   const BlockTask<BK> task;
   // Lane 4 g + t sets the length of row g of tile own_tile = t XOR g / 2. The lane that has its sum, 4 g + g / 2, is
@@ -195,7 +200,7 @@ __device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* 
   }
   // A warp with one block has half of the rows; of two with the same block the first one has them.
   if (own_tile < TILES && task.lane < 32 && (task.LANES < 32 || i / BLOCK == task.block))
-    lengths[own_tile].set(i, squares, normalized);
+    lengths[own_tile].set(i, squares, normalized, of_zero);
   if (task.LANES > 32) __syncthreads();
   else __syncwarp();  // the lengths of the warp's blocks are in shared memory
 }

@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   cp_async_wait<0>();
   __syncthreads();  // 1: inputs have arrived
 
-  set_lengths<BK>(s.lengths, {s.k, s.q}, args.normalized);
+  set_lengths<BK>(s.lengths, {s.k, s.q}, args.normalized, LITTLE);
   BlockOfTokens block;
   float score = read_block<BK>(block, s.q, s.k, s.g, s.lengths);
   // If a block of tokens has two warps, the second one gives its sums to the first one.

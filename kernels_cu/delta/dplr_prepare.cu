@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 
   const BlockTask<BK> task;
   constexpr bool normalized = false;  // queries and keys are not divided by their lengths
-  set_lengths<BK>(s.lengths, {s.q, s.a, s.columns[0], s.columns[1]}, normalized);
+  set_lengths<BK>(s.lengths, {s.q, s.a, s.columns[0], s.columns[1]}, normalized, 1.f);
   BlockOfTokens block(s);
   *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = block.decay;
   if constexpr (GRADIENT)
