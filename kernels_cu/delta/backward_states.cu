@@ -49,7 +49,7 @@
 // From the includes:
 //   shape.H: heads of values; shape.NC: chunks of a batch row
 //   BT = 32 tokens, TILE = 64
-//   Matrix<T>: [32, 32] numbers, each the sum of NUMBERS numbers of T: 2 of 16 bits, or 1 `single`
+//   LowerMatrix<T>: a lower triangle [32, 32], each number the sum of NUMBERS of T: 2 of 16 bits, or 1 `single`
 //   State<BK>: a warp's 16 columns of a state; padded(V): V rounded up to a multiple of 64
 //   read_transposed: y += rows S, and, if given o and W, o += W S; read_twice: y[i] += rows[i] S for two i; write_rows:
 //     S += rows^T x; load_packed: operands x from a tile; pack_tokens: from sums y; add_packed: y += x;
@@ -89,7 +89,7 @@ struct alignas(16) Stage {
   using Chunk = PreparedForGradients<T, BK, TWO_WRITES>;
   static constexpr int FROM = BACK || !OUTPUTS ? int(OFFSET_OF(Chunk, E)) : 0;
   static constexpr int STOP = BACK                             ? OUTPUTS ? sizeof(Chunk) : int(OFFSET_OF(Chunk, B))
-                              : OUTPUTS && OF == ONLY_FORWARDS ? int(OFFSET_OF(Chunk, B)) + sizeof(Matrix<T>)
+                              : OUTPUTS && OF == ONLY_FORWARDS ? int(OFFSET_OF(Chunk, B)) + sizeof(LowerMatrix<T>)
                                                                : int(OFFSET_OF(Chunk, W));
   static_assert(OFFSET_OF(Chunk, E) < OFFSET_OF(Chunk, Z) && OFFSET_OF(Chunk, Z) < OFFSET_OF(Chunk, decay) &&
                     OFFSET_OF(Chunk, decay) < OFFSET_OF(Chunk, beta) && OFFSET_OF(Chunk, beta) < OFFSET_OF(Chunk, W) &&
@@ -240,7 +240,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
       if constexpr (WRITES_O) {
         if constexpr (TWO_WRITES) multiply_packed(o, prepared.B[0], packed_values[0]);
         else {
-          Word<T> weighted[Matrix<T>::NUMBERS][BT / 16][4];  // beta v
+          Word<T> weighted[LowerMatrix<T>::NUMBERS][BT / 16][4];  // beta v
           weigh_tokens<T>(weighted, packed_values[0], betas);
 #pragma unroll
           for (const auto& number : weighted) multiply_packed(o, prepared.B[0], number);

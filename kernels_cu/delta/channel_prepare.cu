@@ -79,7 +79,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
     };
     struct {                         // from 4 on
       float from_start[BT][BK + 8];  // q' decayed from the chunk's start
-      Matrix<T> B;
+      LowerMatrix<T> B;
     };
   };
   union {
@@ -215,8 +215,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
         const float2 x = with_powers(j, q_lengths.power[i], sum[0]);
-        put_split_pair(s.B.at(i, j), s.beta[j] * x.x, s.beta[j + 1] * x.y);
-        if constexpr (GRADIENT) put_split_pair(to.B[0].at(i, j), x.x, x.y);
+        put_split_pair(s.B, i, j, {s.beta[j] * x.x, s.beta[j + 1] * x.y});
+        if constexpr (GRADIENT) put_split_pair(to.B[0], i, j, x);
       },
       s.N_transposed);
   if constexpr (GRADIENT)
@@ -224,8 +224,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
           const float2 x = with_powers(j, k_lengths.power[i], sum[0]);
-          put_split_pair(to.residual_matrix[0].at(i, j), float(i == j) - s.beta[j] * x.x,
-                         float(i == j + 1) - s.beta[j + 1] * x.y);
+          put_split_pair(to.residual_matrix[0], i, j,
+                         {float(i == j) - s.beta[j] * x.x, float(i == j + 1) - s.beta[j + 1] * x.y});
         },
         s.N_transposed);
   // The warp's 16 channels of Z, then of W. multiply_tokens: sum[m] += 16 rows of the matrix, from 16 m on, times the
@@ -253,6 +253,5 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
     put_pair(place<BK>(s.W, i, c), {fmaf(factor, query.x, scale * two[0]), fmaf(factor, query.y, scale * two[1])});
   });
   store_channels<BK>(to.W, s.W);
-  if constexpr (GRADIENT) clear_padding<THREADS>(to.B[0]), clear_padding<THREADS>(to.residual_matrix[0]);
-  else store_pieces<THREADS>(to.B.x, s.B.x);
+  if constexpr (!GRADIENT) store_pieces<THREADS>(to.B.x, s.B.x);
 }

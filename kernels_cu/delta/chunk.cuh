@@ -2,8 +2,8 @@
 //           a token, products of rows, and products of matrices of tokens with tokens.
 // shapes    BT = 32 tokens a chunk. A tile has the chunk's rows of COLS numbers in shared memory: place<COLS>(tile,
 //           row, column) is a number's address; Readers load operands of tensor cores from it. A Matrix is [BT, BT], in
-//           16 bits the sum of two numbers, a rounded one and its rounding error. T: the type of data; Word<T>: two
-//           neighbouring numbers
+//           16 bits the sum of two numbers, a rounded one and its rounding error; a LowerMatrix is a
+//           lower triangle. T: the type of data; Word<T>: two neighbouring numbers
 // numerics  products of T are summed in float32; matrices of tokens are, for 16-bit data, the sum of two numbers of T
 // source    Yang et al., 2024 (2412.06464), section 3.3, with the products of a chunk in another order: N, the inverse
 //           in prepare.cu, multiplies the rows that read and write a state, which N does not enlarge, and not the
@@ -27,10 +27,10 @@
 // 2t and 2t + 1; at 2 and 3 row g + 8, the same columns.
 using Accumulators = float[BT / 16][2][4];
 
-// Stores x as a Matrix has it: of 16-bit T the sum of two numbers.
-template <typename T> __device__ __forceinline__ void put_split(T* to, float x) {
+// Stores x as a Matrix has it: of 16-bit T the sum of two numbers, which are REST apart.
+template <typename T, int REST = Matrix<T>::REST> __device__ __forceinline__ void put_split(T* to, float x) {
   *to = from_float<T>(x);
-  if constexpr (sizeof(T) == 2) to[Matrix<T>::REST] = from_float<T>(x - to_float(*to));
+  if constexpr (sizeof(T) == 2) to[REST] = from_float<T>(x - to_float(*to));
 }
 // Stores x and y, side by side, each as the sum of two numbers of T: rounded, and its rounding error REST numbers
 // later. A `single` is the number itself.
@@ -42,15 +42,13 @@ __device__ __forceinline__ void put_split_pair(T* to, float x, float y) {
   if constexpr (sizeof(T) == 2) *reinterpret_cast<u32*>(to + REST) = pack<T>(x - rounded.x, y - rounded.y);
 }
 
-// Stores zeros in the gaps between the rows of a matrix in global memory, LDA - BT numbers after each row, since copies
-// of the matrix read them, too. All threads of a block call this.
-template <int THREADS, typename T> __device__ __forceinline__ void clear_padding(Matrix<T>& M) {
-  constexpr int GAP = Matrix<T>::LDA - BT, PIECE = 16 / sizeof(T), PIECES = GAP / PIECE;  // of a gap
-  static_assert(GAP % PIECE == 0);
-  for (int n = threadIdx.x; n < Matrix<T>::NUMBERS * BT * PIECES; n += THREADS) {
-    const int row = n / PIECES;
-    *reinterpret_cast<uint4*>(M.x + row / BT * M.REST + row % BT * M.LDA + BT + n % PIECES * PIECE) = uint4{};
-  }
+// Stores numbers (i, j) and (i, j + 1), or (i, j) alone, of a lower triangle; of two j is even. Does nothing where M
+// has no such numbers, which are 0.
+template <typename T> __device__ __forceinline__ void put_split_pair(LowerMatrix<T>& M, int i, int j, float2 x) {
+  if (M.has(i, j)) put_split_pair<T, LowerMatrix<T>::REST>(M.x + M.place(i, j), x.x, x.y);
+}
+template <typename T> __device__ __forceinline__ void put_split(LowerMatrix<T>& M, int i, int j, float x) {
+  if (M.has(i, j)) put_split<T, LowerMatrix<T>::REST>(M.x + M.place(i, j), x);
 }
 
 // ---- tokens ---------------------------------------------------------------------------------------------------------
@@ -178,11 +176,11 @@ __device__ __forceinline__ void set_inverse_lengths(TokenFactors& s, const T* q,
 
 enum Filled { LOWER, UPPER, WHOLE };  // where a matrix of tokens is not 0: up to, or from, its diagonal on
 
-// d += 16 rows of M [BT, BT] from `row` on, times 16 columns from `column` on of the tile `tokens` [BT, COLS]; d[n] are
-// columns 8n ... 8n + 7. FILLED says where M is not 0: blocks of 16 x 16 elsewhere are skipped, but zeros within a
-// block must be stored in M.
-template <Filled FILLED, int COLS, typename T>
-__device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T>& M, const T* tokens, int row,
+// d += 16 rows of `matrix` [BT, BT], a Matrix or a LowerMatrix, from `row` on, times 16 columns from `column` on of the
+// tile `tokens` [BT, COLS]; d[n] are columns 8n ... 8n + 7. FILLED says where the matrix is not 0: blocks of 16 x 16
+// elsewhere are skipped, but zeros within a block must be stored.
+template <Filled FILLED, int COLS, class M, typename T>
+__device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const M& matrix, const T* tokens, int row,
                                                 int column) {
   const RightReader<COLS, T> reader;
   const int lane = own_lane();
@@ -192,9 +190,9 @@ __device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const Matrix<T
     Word<T> b[4];
     reader.load(b, tokens, token, column);
 #pragma unroll
-    for (int number = 0; number < M.NUMBERS; ++number) {
+    for (int number = 0; number < M::NUMBERS; ++number) {
       Word<T> a[4];
-      M.load(a, number, row, token, lane);
+      matrix.load(a, number, row, token, lane);
       mma_m16n8k16(d[0], a, {b[0], b[1]}, T{});
       mma_m16n8k16(d[1], a, {b[2], b[3]}, T{});
     }

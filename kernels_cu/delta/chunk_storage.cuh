@@ -10,6 +10,27 @@ constexpr int BT = 32;  // tokens of a chunk
 // The distance of rows in a float matrix [BT, BT]: 16 bytes of each of eight neighbouring rows are in different banks.
 constexpr int LD = BT + 4;
 
+// Loads 16 rows, from `row` on, by 16 columns, from `column` on, of a matrix as tensor cores' operands. at(i, j): the
+// address of number (i, j). column: a multiple of 8, for ldmatrix's 16 bytes. Not TRANSPOSED: a left operand, whose
+// words are neighbours in a row. TRANSPOSED: a[0] and a[1] are a right operand of the first 8 columns, a[2] and a[3] of
+// the last 8, for a sum over rows; words are neighbours in a column.
+template <bool TRANSPOSED, typename T, class At>
+__device__ __forceinline__ void load_operand(Word<T> (&a)[4], At at, int row, int column, int lane) {
+  if constexpr (sizeof(T) == 4) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const int i = row + m % 2 * 8, j = column + m / 2 * 8;
+      if (TRANSPOSED) a[m] = {at(i + 2 * t, j + g)->x, at(i + 2 * t + 1, j + g)->x};
+      else a[m] = unpack_pair(at(i + g, j + 2 * t));
+    }
+  } else {
+    const T* from = at(row + (lane & 15), column + (lane >> 4) * 8);
+    if (TRANSPOSED) ldmatrix_x4_trans(a, from);
+    else ldmatrix_x4(a, from);
+  }
+}
+
 // A matrix [BT, BT]. If T has 16 bits, each number is the sum of two: the rounded number, and its rounding error REST
 // numbers later. A `single` has no second number. NUMBERS: how many; LDA: the distance of rows, by which the 16 bytes
 // of eight rows that ldmatrix reads at a time are in different banks. at(i, j): the address of the rounded number;
@@ -29,26 +50,33 @@ template <typename T> struct alignas(16) Matrix {
     else return unpack_pair(x + REST + i * LDA + j);
   }
 
-  // Loads rows row + 0...15, columns column + 0...15 as tensor cores' operands: of the rounded numbers (number 0) or of
-  // their errors (1, which callers, whose loops end at NUMBERS, never ask of `single`). column: a multiple of 8, for
-  // ldmatrix's 16 bytes. Not TRANSPOSED: a left operand, whose words are neighbours in a row. TRANSPOSED: a[0] and a[1]
-  // are a right operand of the first 8 columns, a[2] and a[3] of the last 8, for a sum over rows; words are neighbours
-  // in a column.
+  // load_operand of the rounded numbers (number 0) or of their errors (1, which callers, whose loops end at NUMBERS,
+  // never ask of `single`).
+  __device__ __forceinline__ void load(Word<T> (&a)[4], int number, int row, int column, int lane) const {
+    load_operand<false, T>(a, [&](int i, int j) { return x + number * REST + i * LDA + j; }, row, column, lane);
+  }
+};
+
+// A lower triangle [BT, BT]: three blocks [16, 16], without that above the diagonal. Numbers are as in Matrix. In half
+// of a block's rows the first and last 8 columns are swapped, by which the 16 bytes of eight neighbouring rows are in
+// different banks.
+template <typename T> struct alignas(16) LowerMatrix {
+  static constexpr int NUMBERS = Matrix<T>::NUMBERS, SIDE = BT / 2, REST = 3 * SIDE * SIDE;
+  T x[NUMBERS * REST];
+  __device__ __forceinline__ static bool has(int i, int j) { return i >= SIDE || j < SIDE; }
+  // The place of number (i, j), which must be there.
+  __device__ __forceinline__ static int place(int i, int j) {
+    const int swapped = i >> (sizeof(T) == 4 ? 1 : 2) & 1;
+    return (i / SIDE + j / SIDE) * SIDE * SIDE + i % SIDE * SIDE + ((j / 8 & 1 ^ swapped) * 8 | j % 8);
+  }
+  // Row and column of the n-th number, in the order of blocks, rows, columns.
+  __device__ __forceinline__ static int row(int n) { return (n >= SIDE * SIDE) * SIDE + n / SIDE % SIDE; }
+  __device__ __forceinline__ static int column(int n) { return (n >= 2 * SIDE * SIDE) * SIDE + n % SIDE; }
+
+  // As Matrix has it. row, column: multiples of 16, of a block that is there.
   template <bool TRANSPOSED = false>
   __device__ __forceinline__ void load(Word<T> (&a)[4], int number, int row, int column, int lane) const {
-    if constexpr (sizeof(T) == 4) {
-      const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const T* matrix = x + (row + m % 2 * 8) * LDA + column + m / 2 * 8;
-        if (TRANSPOSED) a[m] = {matrix[2 * t * LDA + g].x, matrix[(2 * t + 1) * LDA + g].x};
-        else a[m] = unpack_pair(matrix + g * LDA + 2 * t);
-      }
-    } else {
-      const T* from = x + number * REST + (row + (lane & 15)) * LDA + column + (lane >> 4) * 8;
-      if (TRANSPOSED) ldmatrix_x4_trans(a, from);
-      else ldmatrix_x4(a, from);
-    }
+    load_operand<TRANSPOSED, T>(a, [&](int i, int j) { return x + number * REST + place(i, j); }, row, column, lane);
   }
 };
 

@@ -45,7 +45,7 @@
 //     decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
 //   UPPER, LOWER: the half of a matrix that is not 0
 //   ChunkOfBlock: the chunk that the block prepares; blocks_with_room: so many blocks, or fewer if memory holds fewer
-//   set_lengths: finds Lengths; clear_rows, clear_padding: zeros in rows of a Matrix, and in the gaps between rows
+//   set_lengths: finds Lengths; clear_rows: zeros in rows of a Matrix
 //   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over channels; PairOfBlock: the numbers of a block's
 //     pairs; RowNumbers: of a lane's rows in Accumulators; each_border: calls a function for each level's border, with
 //     the decay between it and a block; store_level: stores a block's rows or columns decayed that far; score_borders:
@@ -107,7 +107,7 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
       float AK[BT][LD];  // Aak', from 2 on: it shares no memory with block_decays
     };
     struct {  // from 7 on
-      Matrix<T> B, H;
+      LowerMatrix<T> B, H;
     };
   };
   Lengths lengths[4];      // of q, a, k, b (Kind): p_x is `power`, and x' = factor x
@@ -289,8 +289,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   multiply_triangles<THREADS, Operand<T, f16>>(
       s.QB,
       [&](int i, int j, const float2(&sums)[2]) {
-        const auto put = [&](Matrix<T>& M, float factor, const Lengths& columns, float x, float y) {
-          put_split_pair(M.at(i, j), factor * columns.power[j] * x, factor * columns.power[j + 1] * y);
+        const auto put = [&](LowerMatrix<T>& M, float factor, const Lengths& columns, float x, float y) {
+          put_split_pair(M, i, j, {factor * columns.power[j] * x, factor * columns.power[j + 1] * y});
         };
         const float one = j <= i ? s.QK[i][j] : 0.f, next = j + 1 <= i ? s.QK[i][j + 1] : 0.f;
         put(s.B, q_lengths.power[i], column_lengths[0], fmaf(L_power, sums[0].x, one), fmaf(L_power, sums[0].y, next));
@@ -333,17 +333,16 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   if constexpr (GRADIENT) {
     store_pieces<THREADS>(to.B[0].x, s.B.x), store_pieces<THREADS>(to.B[1].x, s.H.x);
     // The residual matrices are N and L: number (i, j) is number (j, i) of the transposed matrices.
-    for (int x = 2 * threadIdx.x; x < BT * BT; x += 2 * THREADS) {
-      const int i = x / BT, j = x % BT;
+    for (int n = 2 * threadIdx.x; n < LowerMatrix<T>::REST; n += 2 * THREADS) {
+      const int i = LowerMatrix<T>::row(n), j = LowerMatrix<T>::column(n);
       const float factor = 1.f / column_lengths[1].power[i];
-      const auto put = [&](Matrix<T>& M, const auto& transposed, float power, const Lengths& lengths) {
+      const auto put = [&](LowerMatrix<T>& M, const auto& transposed, float power, const Lengths& lengths) {
         const auto at = [&](int j) { return factor * power * lengths.power[j] * transposed.number(j, i); };
-        put_split_pair(M.at(i, j), at(j), at(j + 1));
+        put_split_pair(M, i, j, {at(j), at(j + 1)});
       };
       put(to.residual_matrix[0], s.N_transposed, N_power, column_lengths[1]),
           put(to.residual_matrix[1], s.L_transposed, L_power, column_lengths[0]);
     }
-    clear_padding<THREADS>(to.residual_matrix[0]), clear_padding<THREADS>(to.residual_matrix[1]);
   } else {
     store_pieces<THREADS>(to.B.x, s.B.x);
   }

@@ -31,7 +31,7 @@
 // From the includes:
 //   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4
 //   put_split: stores a number as the sum of two (a `single` as it is)
-//   PreparedFor<...>::Type: the struct that is stored; clear_padding: zeros between the rows of one of its matrices
+//   PreparedFor<...>::Type: the struct that is stored
 //   decays_at(g): exp of four neighbouring log gates; LD = 36: the distance of H's rows
 
 // The largest decay in chunks whose decayed tokens are held in float16. There a token is held as Lengths::factor times
@@ -54,7 +54,7 @@ template <bool TWO_WRITES, bool GRADIENT, int BK, typename T, typename G>
 __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_WRITES, GRADIENT>::Type& to, const T* q,
                                                const T* k, const T* a, const T* b, const G* g, const Lengths* lengths,
                                                const float* betas, float (*H)[LD], float w_scale) {
-  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, PANEL = 128, PANELS = BK > PANEL ? BK / PANEL : 1;
+  constexpr int WARPS = 2 * BK / 32, PANEL = 128, PANELS = BK > PANEL ? BK / PANEL : 1;
   // 1 over the length of token t, or 1 if the call does not normalize. kind: 0 for keys, 1 for queries.
   const auto inverse_length = [&](int kind, int t) {
     return TWO_WRITES ? 1.f : lengths[kind].factor[t] * lengths[kind].power[t];
@@ -118,11 +118,11 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
       // residual_matrix[1], is of RWKV-7's z_j from k_j.
       if (start == TWO_WRITES) H[t][j] = w_scale * beta(j) * score;
       if constexpr (GRADIENT) {
-        put_split(to.B[start].at(t, j), score);
-        put_split(to.residual_matrix[TWO_WRITES && !start].at(t, j),
+        put_split(to.B[start], t, j, score);
+        put_split(to.residual_matrix[TWO_WRITES && !start], t, j,
                   float(start == TWO_WRITES && t == j) + (TWO_WRITES ? read : -beta(j) * read));
       } else if (start == 0) {
-        put_split(to.B.at(t, j), beta(j) * score);
+        put_split(to.B, t, j, beta(j) * score);
       }
     }
     if (c < BK)
@@ -130,10 +130,6 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
       for (int p = 0; p < PANELS; ++p)
         put_four(place<BK>(to.Z[start], j, PANEL * p + c), times(GRADIENT ? 1.f : beta(j), z[p]));
   }
-  if constexpr (GRADIENT)
-    for (int start = 0; start <= TWO_WRITES; ++start)
-      clear_padding<THREADS>(to.B[start]), clear_padding<THREADS>(to.residual_matrix[start]);
-  else clear_padding<THREADS>(to.B);
   __syncthreads();  // E and H are written
   // The second summand of W.
 #pragma unroll 1

@@ -42,7 +42,7 @@
 //     Accumulators
 //   ChunkOfBlock: the chunk that blockIdx.x selects; fetch_tokens: starts copying its rows, with zeros behind;
 //     store_channels, store_pieces: copy a warp's channels of a tile (after a __syncwarp), a whole array, to global
-//     memory; clear_padding: zeros in the gaps between a Matrix's rows there
+//     memory
 //   WRITES_ONCE: tokens write along k alone (RWKV-7's also along another vector), so that there is one B and one Z,
 //     B[0] and Z[0]; INVERTS: `solve` is given the identity
 
@@ -70,7 +70,8 @@ template <typename T, int BK> struct alignas(16) Shared {
     T q[BT * BK];
     T W[BT * BK];
   };
-  Matrix<T> B, Z_from_keys;  // Z = Z_from_keys k
+  LowerMatrix<T> B;
+  Matrix<T> Z_from_keys;  // Z = Z_from_keys k
   Matrix<Operand<T, bf16>> A;
   float M[BT][LD];  // below the diagonal; what the products leave elsewhere is not read
   union {
@@ -180,8 +181,8 @@ __global__ void __launch_bounds__(2 * BK,
   multiply_triangles<THREADS, Operand<T, bf16>>(
       s.A,
       [&](int i, int j, const float2(&sum)[1]) {
-        put_split_pair(s.B.at(i, j), s.beta[j] * sum[0].x, s.beta[j + 1] * sum[0].y);
-        if constexpr (GRADIENT) put_split_pair(to.B[0].at(i, j), sum[0].x, sum[0].y);
+        put_split_pair(s.B, i, j, {s.beta[j] * sum[0].x, s.beta[j + 1] * sum[0].y});
+        if constexpr (GRADIENT) put_split_pair(to.B[0], i, j, sum[0]);
         const float2 high = unpack_pair(s.N_transposed.at(i, j)), low = s.N_transposed.errors_at(i, j);
         const float row = GRADIENT ? 1.f : s.beta[i];
         put_split_pair(s.Z_from_keys.at(i, j), row * s.Z_factors[j] * (high.x + low.x),
@@ -192,8 +193,8 @@ __global__ void __launch_bounds__(2 * BK,
     multiply_triangles<THREADS, Operand<T, bf16>>(  // sum: (M N)_ij and the next
         s.M,
         [&](int i, int j, const float2(&sum)[1]) {
-          put_split_pair(to.residual_matrix[0].at(i, j), float(i == j) - s.beta[j] * sum[0].x,
-                         float(i == j + 1) - s.beta[j + 1] * sum[0].y);
+          put_split_pair(to.residual_matrix[0], i, j,
+                         {float(i == j) - s.beta[j] * sum[0].x, float(i == j + 1) - s.beta[j + 1] * sum[0].y});
         },
         s.N_transposed);
   __syncthreads();  // B and Z_from_keys are in shared memory
@@ -227,6 +228,5 @@ __global__ void __launch_bounds__(2 * BK,
   store_channels<BK>(to.Z[0], s.Z);
   store_channels<BK>(to.W, s.W);
   if (threadIdx.x < BK) to.decay[threadIdx.x] = s.decay_from_start[BT - 1];
-  if constexpr (GRADIENT) clear_padding<THREADS>(to.B[0]), clear_padding<THREADS>(to.residual_matrix[0]);
-  else store_pieces<THREADS>(to.B.x, s.B.x);
+  if constexpr (!GRADIENT) store_pieces<THREADS>(to.B.x, s.B.x);
 }

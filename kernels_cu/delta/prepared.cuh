@@ -20,7 +20,7 @@
 
 // From the includes:
 //   shape.H: heads of values (not the matrix H); shape.NC: chunks of a batch row
-//   BT = 32 tokens; Matrix: [32, 32] numbers, each the sum of two for 16-bit data
+//   BT = 32 tokens; LowerMatrix: a lower triangle [32, 32], each number the sum of two for 16-bit data
 //   place<BK>(tile, i, c): the address of channel c of token i in a tile
 
 // TWO_WRITES (RWKV-7): v is written along the rows of Z[0] (Z), and Y along those of Z[1] (Zb).
@@ -28,18 +28,18 @@ template <typename T, int BK, bool TWO_WRITES> struct alignas(16) Prepared {
   T E[BT * BK], Z[1 + TWO_WRITES][BT * BK];  // tiles, as place<BK> lays them out
   float decay[BK];                           // D
   T W[BT * BK];                              // without scale. A walk without outputs reads what is before W
-  Matrix<T> B;
+  LowerMatrix<T> B;
 };
 
 // The same for gradients, in the order in which the walks forwards and backwards read: each reads one range of bytes,
 // which Stage (backward_states.cu; of Prepared: scan.cu) finds by OFFSET_OF: members must stay in their range.
 // W is stored times scale, B and H are not: walks multiply what these give. Without TWO_WRITES Z and B are Z' and B'.
 template <typename T, int BK, bool TWO_WRITES> struct alignas(16) PreparedForGradients {
-  Matrix<T> residual_matrix[1 + TWO_WRITES];  // R, and L: read by the walk forwards only
-  T E[BT * BK], Z[1 + TWO_WRITES][BT * BK];   // read by both walks, as decay and beta are
-  float decay[BK], beta[BT];                  // beta: with TWO_WRITES ones, copied but not used
-  T W[BT * BK];                 // W and B: read by the walk backwards, and by a walk forwards that writes o
-  Matrix<T> B[1 + TWO_WRITES];  // B, H
+  LowerMatrix<T> residual_matrix[1 + TWO_WRITES];  // R, and L: read by the walk forwards only
+  T E[BT * BK], Z[1 + TWO_WRITES][BT * BK];        // read by both walks, as decay and beta are
+  float decay[BK], beta[BT];                       // beta: with TWO_WRITES ones, copied but not used
+  T W[BT * BK];                      // W and B: read by the walk backwards, and by a walk forwards that writes o
+  LowerMatrix<T> B[1 + TWO_WRITES];  // B, H
 };
 
 // TWO_WRITES: a token's write to the state, b (a^T S), is apart from k v^T. GRADIENT: for gradients.

@@ -16,7 +16,7 @@
 //   TransposedReader: left operands, whose rows are a tile's columns
 //   RightReader: right operands, whose rows are a tile's rows
 //   RowsReader: right operands, whose columns are a tile's rows
-//   Matrix<T>: [32, 32], each number the sum of NUMBERS numbers
+//   LowerMatrix<T>: a lower triangle [32, 32], each number the sum of NUMBERS numbers
 //   State<BK>: float[BK / 8][4]
 
 // How many times 16 columns a warp of a walk has: two without outputs, if registers hold two states, so that products
@@ -272,7 +272,7 @@ __device__ __forceinline__ void pack_tokens(Word<T> (&packed)[BT / 16][4], const
 // Multiplies x, which load_packed has loaded, by factors of tokens, as in pack_tokens. Of 16-bit data the product is a
 // sum of two numbers.
 template <typename T, class Factors>
-__device__ __forceinline__ void weigh_tokens(Word<T> (&product)[Matrix<T>::NUMBERS][BT / 16][4],
+__device__ __forceinline__ void weigh_tokens(Word<T> (&product)[LowerMatrix<T>::NUMBERS][BT / 16][4],
                                              const Word<T> (&x)[BT / 16][4], Factors factors_at) {
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m)
@@ -289,9 +289,10 @@ __device__ __forceinline__ void weigh_tokens(Word<T> (&product)[Matrix<T>::NUMBE
     }
 }
 
-// d [tokens, the warp's columns] += M x, M [BT, BT] a lower triangle; x: as in write_rows.
+// d [tokens, the warp's columns] += M x; x: as in write_rows.
 template <typename T>
-__device__ __forceinline__ void multiply_packed(Accumulators& d, const Matrix<T>& M, const Word<T> (&x)[BT / 16][4]) {
+__device__ __forceinline__ void multiply_packed(Accumulators& d, const LowerMatrix<T>& M,
+                                                const Word<T> (&x)[BT / 16][4]) {
   const int lane = own_lane();
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m)
@@ -306,10 +307,10 @@ __device__ __forceinline__ void multiply_packed(Accumulators& d, const Matrix<T>
       }
 }
 
-// y (transposed) += scale M^T x, M a lower triangle; x: as in write_rows.
+// y (transposed) += scale M^T x; x: as in write_rows.
 template <typename T>
-__device__ __forceinline__ void add_tokens(float (&y)[BT / 8][4], const Word<T> (&x)[BT / 16][4], const Matrix<T>& M,
-                                           float scale) {
+__device__ __forceinline__ void add_tokens(float (&y)[BT / 8][4], const Word<T> (&x)[BT / 16][4],
+                                           const LowerMatrix<T>& M, float scale) {
   const int lane = own_lane();
   float sums[BT / 8][4] = {};
 #pragma unroll
