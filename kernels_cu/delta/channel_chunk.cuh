@@ -30,7 +30,7 @@
 
 // From chunk.cuh and its includes:
 //   BT = 32 tokens; place: an address in a tile; multiply_rows: products of 16 rows with 8 rows
-//   RowsReader: loads 8 rows of a tile as right operands; Reader(row, piece): what address a lane gives to ldmatrix
+//   Reader(row, piece): what address a lane gives to ldmatrix
 //   Matrix: [32, 32] numbers, each the sum of NUMBERS: two for 16-bit data, REST apart. LDA: the distance of its rows;
 //     LD: that of a float matrix. load(a, n, row, column, lane): number n of the left operand at (row, column).
 //     put_split_pair: stores a pair so. Word, unpack_pair: two neighbouring numbers; word_of: two floats as a Word.
@@ -153,54 +153,61 @@ struct Lengths {
   }
 };
 
-// The squared lengths of rows row + 0...7 of a tile, as products of the rows with themselves; `row` is a multiple of 8.
-// Lane 4 g + g / 2 returns that of row g.
-template <int COLS, typename T> __device__ __forceinline__ float squares_of_rows(const T* tile, int row) {
-  const int lane = own_lane();
-  float d[2][4] = {};  // sums of every other 16 numbers
-  // A left operand has 16 rows, in words of rows g and g + 8; here rows 8 to 15 are any: their products are not used.
+// The squared lengths of 8 rows, as products of the rows with themselves: of rows row + 0...7 of `tile`, or, if ROWS is
+// 4, of rows row + 0...3 of it and then of `next`. `row` is a multiple of ROWS. Lane 4 g + g / 2 returns that of the
+// 8 rows' row g.
+template <int COLS, int ROWS, typename T>
+__device__ __forceinline__ float squares_of_rows(const T* tile, const T* next, int row) {
+  const int lane = own_lane(), loaded = sizeof(T) == 4 ? lane >> 2 : lane & 7;
+  const bool odd = lane >> 2 & 1;
+  const T* from = ROWS == 4 && loaded & 4 ? next : tile;
+  const int row_in_group = ROWS == 4 ? row & 4 | loaded & 3 : loaded;
+  // d[0] + d[1] are sums of every other 8 numbers (`single`: 16). A left operand has 16 rows: those whose products are
+  // not used may be any.
+  float d[2][4] = {};
   if constexpr (sizeof(T) == 4) {
-    const RowsReader<COLS, T> reader;
-#pragma unroll
-    for (int c = 0; c < COLS; c += 32) {
-      Word<T> r[4];
-      reader.load(r, tile, row, c);
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-        mma_m16n8k16(d[n], {r[2 * n], r[2 * n], r[2 * n + 1], r[2 * n + 1]}, {r[2 * n], r[2 * n + 1]}, T{});
-    }
-  } else {
-    // The four matrices of ldmatrix are pieces 0, 1, 1, 0 of the 8 rows: so r[0] and r[2] are rows g of a left operand,
-    // and r[0] and r[1] the same rows as a right one.
-    const Reader<COLS, T> reader(lane & 7, (lane + 8) >> 4 & 1);
+    const Reader<COLS, T> reader(row_in_group, lane >> 1 & 1, 2 * (lane & 1));
 #pragma unroll
     for (int c = 0; c < COLS; c += 16) {
-      u32 r[4];
-      ldmatrix_x4(r, reader.at(tile, row, c));
-      mma_m16n8k16(d[c / 16 % 2], r, {r[0], r[1]}, T{});
+      const Word<T> r[2] = {unpack_pair(reader.at(from, row & ~7, c)), unpack_pair(reader.at(from, row & ~7, c + 8))};
+      mma_m16n8k16(d[c / 16 % 2], {r[0], r[0], r[1], r[1]}, {r[0], r[1]}, T{});
     }
+    return odd ? d[0][1] + d[1][1] : d[0][0] + d[1][0];
+  } else {
+    const Reader<COLS, T> reader(row_in_group, lane >> 3);
+#pragma unroll
+    for (int c = 0; c < COLS; c += 32) {
+      u32 r[4];  // four pieces of the 8 rows
+      ldmatrix_x4(r, reader.at(from, row & ~7, c));
+      // Even pieces are the left operand's first 8 rows, odd ones its last.
+#pragma unroll
+      for (int n = 0; n < 4; ++n) mma_m16n8k8(d[n % 2], {r[n & 2], r[n & 2 | 1]}, r[n], T{});
+    }
+    return odd ? d[0][1] + d[1][3] : d[0][0] + d[1][2];
   }
-  return lane & 4 ? d[0][1] + d[1][1] : d[0][0] + d[1][0];
 }
 
-// Sets the lengths of the tokens of the warp's blocks in each of the tiles, four at most. of_zero: as in Lengths::set.
+// Sets the lengths of the tokens of the warp's blocks in each of the tiles. of_zero: as in Lengths::set.
 template <int BK, int TILES, typename T>
 __device__ __forceinline__ void set_lengths(Lengths (&lengths)[TILES], const T* const (&tiles)[TILES], bool normalized,
                                             float of_zero) {
-  static_assert(TILES <= 4, "a lane for each row of each tile");
   const BlockTask<BK> task;
-  // Lane 4 g + t sets the length of row g of tile own_tile = t XOR g / 2. The lane that has its sum, 4 g + g / 2, is
-  // own_tile away by XOR, so that the shuffle of that tile brings it.
-  const int lane = own_lane(), g = lane >> 2, own_tile = (lane & 3) ^ g >> 1, row = task.first & ~7, i = row + g;
+  constexpr int ROWS = task.LANES == 32 ? BLOCK : 2 * BLOCK, TOGETHER = 8 / ROWS, SETS = TILES / TOGETHER;
+  static_assert(TILES % TOGETHER == 0 && SETS <= 4, "sets of 8 rows, and a lane for each row of each");
+  // Lane 4 g + t sets the length of row g of set own_set = t XOR g / 2. The lane that has its sum, 4 g + g / 2, is
+  // own_set away by XOR, so that the shuffle of that set brings it.
+  const int lane = own_lane(), g = lane >> 2, own_set = (lane & 3) ^ g >> 1, row = task.first & ~(ROWS - 1);
   float squares = 0.f;
 #pragma unroll
-  for (int n = 0; n < TILES; ++n) {
-    const float sum = __shfl_xor_sync(0xffffffffu, squares_of_rows<BK>(tiles[n], row), n);
-    if (n == own_tile) squares = sum;
+  for (int n = 0; n < SETS; ++n) {
+    const float sum = squares_of_rows<BK, ROWS>(tiles[TOGETHER * n], tiles[TOGETHER * (n + 1) - 1], row);
+    const float own = __shfl_xor_sync(0xffffffffu, sum, n);
+    if (n == own_set) squares = own;
   }
-  // A warp with one block has half of the rows; of two with the same block the first one has them.
-  if (own_tile < TILES && task.lane < 32 && (task.LANES < 32 || i / BLOCK == task.block))
-    lengths[own_tile].set(i, squares, normalized, of_zero);
+  // A warp with one block sets that block's; of two warps with the same block the first one does.
+  const int i = row + g % ROWS;
+  if (own_set < SETS && task.lane < 32 && (task.LANES < 32 || i / BLOCK == task.block))
+    lengths[TOGETHER * own_set + g / ROWS].set(i, squares, normalized, of_zero);
   if (task.LANES > 32) __syncthreads();
   else __syncwarp();  // the lengths of the warp's blocks are in shared memory
 }

@@ -150,16 +150,20 @@ template <typename T>
 __device__ __forceinline__ void compute_inverse_lengths(float* inverse_length, const StridedRows<const T>& x, i64 b,
                                                         i64 head, i64 first, int rows, int channels, bool normalized) {
   const int lane = own_lane();
+  if (!normalized) {
+    if (threadIdx.x < BT) inverse_length[threadIdx.x] = 1.f;
+    return;
+  }
 #pragma unroll 4
   for (int i = threadIdx.x >> 5; i < BT; i += THREADS / 32) {
     float squares = 0.f;
-    if (normalized && i < rows)
+    if (i < rows)
       for (int c = lane; c < channels; c += 32) {
         const float number = to_float(x.row(b, head, first + i)[c]);
         squares = fmaf(number, number, squares);
       }
     squares = warp_sum(squares);
-    if (lane == 0) inverse_length[i] = normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
+    if (lane == 0) inverse_length[i] = inverse_root(squares + float(LEAST_SQUARE));
   }
 }
 
