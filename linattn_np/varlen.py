@@ -55,11 +55,10 @@ class Spans:
         return np.stack([start, np.minimum(start + chunk, self.bounds[sequence + 1])], axis=1)
 
     def segments(self, count: int, aligned: int) -> Spans:
-        """Every sequence cut into `count` ranges of as many tokens, a multiple of `aligned`; the last ones may be
-        empty.
-        """
-        length = -(-self.lengths // (count * aligned)) * aligned
-        starts = self.bounds[:-1, None] + np.arange(count) * length[:, None]
+        """Every sequence cut into `count` ranges, all of as many tokens, a multiple of `aligned`, as the longest
+        sequence needs; the last ones of a shorter sequence are empty, and the one before may be shorter."""
+        length = -(-self.longest // (count * aligned)) * aligned
+        starts = self.bounds[:-1, None] + np.arange(count) * length
         starts = np.minimum(starts, self.bounds[1:, None])
         return Spans(np.append(starts.ravel(), self.bounds[-1]))
 

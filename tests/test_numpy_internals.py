@@ -264,15 +264,15 @@ def test_a_thread_keeps_no_large_arrays():
     assert all(array.nbytes <= MOST_BYTES for array in thread_scratch(state.dtype).buffers.values())
 
 
-def test_segments_cut_every_sequence_into_as_many():
+def test_segments_are_as_long_as_those_of_the_longest_sequence():
     spans = varlen.parse([0, 0, 70, 102, 300], 300)
     assert list(spans.segments(3, 32)) == [
         (0, 0),
         (0, 0),
         (0, 0),
-        (0, 32),
-        (32, 64),
-        (64, 70),
+        (0, 70),
+        (70, 70),
+        (70, 70),
         (70, 102),
         (102, 102),
         (102, 102),

@@ -363,6 +363,12 @@ class ScalarGradientCut(ScalarCut):
         super().__init__(problem, device)
         self.first_segments = min((1, self.segments), key=self.first_time)
 
+    def waves(self, segments, tiles):
+        """As `SegmentCut.waves`; of more than 64 channels or columns as if all sequences were as long: others are not
+        faster by the mean, 2.76 -> 2.97 ms for 50 sequences of 60,000 tokens, 8 heads."""
+        (N, H), wide = self.problem.shape("N H"), max(self.problem.shape("K V")) > PANEL
+        return ceil_div(N * H * tiles, self.device.multiprocessors) if wide else super().waves(segments, tiles)
+
     @property
     def first(self):
         """The kernel of the first walk."""

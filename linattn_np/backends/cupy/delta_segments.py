@@ -41,11 +41,17 @@ from .plan import FLOAT32, common_bytes
 def chunk_kernels(problem, device, gradient, segments=1):
     """(the kernel that prepares chunks, the walk): those for every GPU, not Hopper's own. `gradient`: whether the walk
     has both directions; `segments`: of a sequence. The first kernel is the same for any number of them."""
-    walk_class, (N, H, K, V) = DeltaBackwardStates if gradient else DeltaScan, problem.shape("N H K V")
-    walks, rule = (1 + gradient) * N * H * segments, rule_of(problem.op)  # walks that run at the same time
+    walk_class, (K, V), rule = DeltaBackwardStates if gradient else DeltaScan, problem.shape("K V"), rule_of(problem.op)
+    walks = (1 + gradient) * long_heads(problem) * segments  # that run at the same time
     walk = walk_class.fitting(problem.dtype, K, V, rule, walks, device)
     prepare = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}[rule]
     return prepare(problem.dtype, gate_dtype(problem), walk.BK, gradient), walk
+
+
+def long_heads(problem) -> float:
+    """How many heads of the longest sequence have as many tokens as all heads of all sequences."""
+    B, H, T = problem.shape("B H T")
+    return B * H * T / max(1, problem.spans.longest)
 
 
 # Times of a head {whether gradients are computed: the time}. 1 is the time of one token of one column token by token.
@@ -101,17 +107,13 @@ class SegmentCut:
         """How many blocks a multiprocessor has one after the other, of sequences that are cut into so many segments and
         of which each head has `tiles` blocks. A block has the tokens of one of the longest sequence's segments.
 
-        Packed sequences may be shorter: their blocks end early and leave the card to others. Then it is the mean of all
-        multiprocessors, and one for the block that ends last; each block counts at least as its START. Gradients of
-        more than 64 channels or columns are not faster by that: 2.76 -> 2.97 ms for 50 sequences of 60,000 tokens, 8
-        heads."""
-        (B, N, H, T, K, V), multiprocessors = self.problem.shape("B N H T K V"), self.device.multiprocessors
-        of_equal = ceil(N * H * tiles / multiprocessors)
-        if self.gradient and max(K, V) > TILES[0]:
-            return of_equal
-        as_long = B * H * T / max(1, self.problem.spans.longest)  # heads, if so many sequences had all tokens
+        Packed sequences may be shorter: they have fewer segments, the last of which ends early, and leave the card to
+        others. Then it is the mean of all multiprocessors, and one for the block that ends last; the block of a last
+        segment counts as its START, that of an empty one as half of it."""
+        (N, H), as_long = self.problem.shape("N H"), long_heads(self.problem)
         started = (N * H - as_long) * self.START / (self.START + ceil_div(self.steps, segments))
-        return min(of_equal, (as_long + started) * tiles / multiprocessors + 1)
+        mean = (as_long + started * (segments + 1) / (2 * segments)) * tiles / self.device.multiprocessors
+        return min(ceil(N * H * tiles / self.device.multiprocessors), mean + 1)
 
     @property
     def tiles(self):
@@ -165,9 +167,9 @@ class CutInChunks(SegmentCut):
 
     def walk_of(self, direction):
         """The walk for gradients in one direction."""
-        (N, H, K, V), rule = self.problem.shape("N H K V"), rule_of(self.problem.op)
-        walks = N * H * self.segments
-        return DeltaBackwardStates.fitting(self.problem.dtype, K, V, rule, walks, self.device, of=direction)
+        problem, walks = self.problem, long_heads(self.problem) * self.segments
+        K, V = problem.shape("K V")
+        return DeltaBackwardStates.fitting(problem.dtype, K, V, rule_of(problem.op), walks, self.device, of=direction)
 
     @property
     def pass_time(self) -> float:
@@ -176,9 +178,9 @@ class CutInChunks(SegmentCut):
 
     @property
     def all_chunks(self) -> int:
-        """Those of all heads, if all sequences are as long."""
-        N, H = self.problem.shape("N H")
-        return N * H * self.steps
+        """Those of all heads."""
+        B, H = self.problem.shape("B H")
+        return B * H * int(self.problem.spans.chunk_bounds(self.walk.CHUNK)[-1])
 
     @property
     def call_time(self) -> float:
