@@ -112,14 +112,18 @@ class Walk(ChunkKernel, TiledKernel):
         """The instance for so many walks at the same time, or the smallest if none fits. It has 128 columns per block
         if so wide blocks fill half of the card, else 64, and three stages; if these do not fit in shared memory, two
         stages, then 64 columns, and then, in float32 or with 256 channels, one stage. In float32 it has two stages at
-        most: two blocks of 64 columns and channels then share a multiprocessor. `fields`: those of the derived
-        class."""
+        most: two blocks of 64 columns and channels then share a multiprocessor. If blocks would wait for others, those
+        of 64 columns that all exist have one stage where two then share a multiprocessor; blocks of 32 columns wait for
+        memory, 13.7 -> 14.7 ms. `fields`: those of the derived class."""
         BK, wide_blocks = channels(K), walks * ceil_div(V, TILES[1])
         BV = TILES[V > TILES[0] and 2 * wide_blocks >= device.multiprocessors]
         one_stage = ((BV, 1),) if dtype == FLOAT32 or BK > TILES[1] else ()
         sizes = ((BV, 3), (BV, 2), (TILES[0], 2), *one_stage)[dtype == FLOAT32 :]
         kernels = [cls(dtype, BK, width, rule == DPLR, stages, **fields) for width, stages in sizes]
-        return next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
+        kernel = next((kernel for kernel in kernels if kernel.shared_bytes <= device.shared_per_block), kernels[-1])
+        waits = one_stage and kernel.BV == TILES[0] <= V and walks * kernel.grid(V) > device.multiprocessors
+        smallest = replace(kernel, stages=1)
+        return smallest if waits and smallest.shared_bytes <= SHARING < kernel.shared_bytes else kernel
 
     @property
     def threads(self):
