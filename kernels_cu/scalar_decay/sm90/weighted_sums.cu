@@ -332,6 +332,9 @@ __global__ void __cluster_dims__(IN_CLUSTER<Pass, BK, BV> ? 2 : 1)
   // args.computed segments of each; the others are not computed. Of a cluster no block may return here: BV = 128
   // columns are all, so that none has a column beyond V.
   if (column >= sum.V || !Pass::HAS_OUTPUTS && step_of(work, args, backwards) >= args.computed) return;
+  // A sequence without tokens has no outputs; its last state, if it is wanted, is that of the launch's last sum. The
+  // blocks of a cluster have the same sequence.
+  if (Pass::HAS_OUTPUTS && !work.tokens && !args.sums[Pass::SUMS - 1].final) return;
   initialise(s);
   using RoleRegisters = Registers<BK, BV>;
   if (threadIdx.x < CONSUMERS<BV>) {
