@@ -233,7 +233,8 @@ def softmax_attention():
 
 
 def element_by_element():
-    yield passes.CopyRows()
+    for pieces in (1, 4):
+        yield passes.CopyRows(pieces)
     for T in HALF:
         yield passes.FeatureMap("Identity", SINGLE, T)
     for (T, Y), phi in product(GATES, passes.FEATURE_MAPS.values()):

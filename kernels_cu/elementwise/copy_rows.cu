@@ -12,7 +12,7 @@
 // instructions than for the numbers.
 #include "ptx.cuh"
 
-constexpr int COPIES = 8, THREADS = 256, AT_ONCE = 4;
+constexpr int COPIES = 8, THREADS = 256;
 
 struct Copy {
   const char* from_;
@@ -86,7 +86,8 @@ __device__ __forceinline__ void add_bytes(Wide& piece, const Wide& bytes, int fi
   }
 }
 
-__global__ void __launch_bounds__(THREADS) elementwise_copy_rows(const Args args) {
+// AT_ONCE: 4, or 1 where blocks are few: a piece takes a microsecond or two, whose loads wait for each other.
+template <int AT_ONCE> __global__ void __launch_bounds__(THREADS) elementwise_copy_rows(const Args args) {
   int which = 0;
 #pragma unroll
   for (int n = 1; n < COPIES; ++n)

@@ -142,14 +142,14 @@ def in_memory_order(x, prototype):
 
 def launch_copies(draft, pairs, reason):
     """Launches `CopyRows` once for at most `CopyRows.COPIES` pairs (source, target)."""
-    copies, blocks = [], 0
+    copies, blocks, kernel = [], 0, CopyRows.fitting(sum(target.nbytes for _, target in pairs))
     for source, target in pairs:
         ordered = in_memory_order(source, target), in_memory_order(target, target)
         copies.append(copy_members(*ordered) | {"first_block": blocks})
-        blocks += ceil_div(target.nbytes, CopyRows.BYTES_OF_BLOCK)
+        blocks += ceil_div(target.nbytes, kernel.bytes_of_block)
     no_copy = dict.fromkeys(copies[0], 0) | {"from_": None, "to": None, "first_block": blocks}
     copies += [no_copy] * (CopyRows.COPIES - len(copies))
-    draft.launch(CopyRows(), blocks, reason=reason, copies=copies)
+    draft.launch(kernel, blocks, reason=reason, copies=copies)
 
 
 def copy_members(source, target) -> dict:

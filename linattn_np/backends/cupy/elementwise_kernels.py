@@ -114,9 +114,8 @@ class CopyRows(Kernel):
     file = "elementwise/copy_rows"
     COPIES: ClassVar[int] = 8
     threads = 256
-    PIECES: ClassVar[int] = 4 * threads  # of 16 bytes, that a block copies
-    BYTES_OF_BLOCK: ClassVar[int] = 16 * PIECES
-    constants = (("COPIES", "COPIES"), ("THREADS * AT_ONCE", "PIECES"))
+    FEW_BYTES: ClassVar[int] = 1 << 24  # fewer leave multiprocessors without blocks, unless a thread copies one piece
+    constants = (("COPIES", "COPIES"),)
     arguments = structs(
         "copies",
         COPIES,
@@ -125,6 +124,15 @@ class CopyRows(Kernel):
             "size_b size_h size_t size_c count bytes below above first_block"
         ),
     )
+    AT_ONCE: int  # pieces of 16 bytes that a thread copies
+
+    @classmethod
+    def fitting(cls, nbytes):
+        return cls(1 if nbytes < cls.FEW_BYTES else 4)
+
+    @property
+    def bytes_of_block(self) -> int:
+        return 16 * self.AT_ONCE * self.threads
 
 
 def sum_arrays(draft, arrays, total):
