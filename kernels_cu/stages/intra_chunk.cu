@@ -7,8 +7,8 @@
 //           between it and the middle. A has no factor `scale`: combine.cu multiplies by it
 // shapes    q k g [B, H, T, K], g log gates, u [H, K], A [B, H, T, C] float32, C tokens a chunk; zero above the
 //           diagonal
-// grid      stages.py launches a block for every (batch, head, chunk, ROWS rows of it), batch slowest; a warp has 16
-//           rows
+// grid      stages.py launches a block for every (batch, head, chunk, ROWS rows of it, BK channels), batch slowest; a
+//           warp has 16 rows. The blocks of later channels write arrays of their own behind A, for the host to add
 // smem      Shared
 // barriers  two for every ROWS keys: decayed queries and keys are stored | they have been read. Within its 16 rows a
 //           warp uses __syncwarp
@@ -19,7 +19,7 @@
 //           counts for queries after it in the same sub-chunk. If a gate is above GROWTH (growth.cuh), the pairs of the
 //           warp's two sub-chunks are computed one by one, without a middle
 // source    Yang et al., 2024, section 4.3 (secondary chunking)
-// limits    K <= BK; BK of 64, 128, 256; C a multiple of 16
+// limits    BK of 64, 128, 256; C a multiple of 16
 // instances both orders, BK, and T and G: float32, or T of 16 bits with G of T or float32
 // tests     test_stages, its case "positive" for pairs one by one
 #include "lanes.cuh"
@@ -45,7 +45,8 @@ template <typename T, typename G> struct Args {
   const float* u;        // [H, K], null for GLA
   StridedRows<float> A;  // rows start on 16 bytes
   Shape shape;
-  i64 bytes;  // 16, 8, 4 or 2: all rows of q, k and g start at multiples of so many bytes, and are multiples long
+  i64 bytes;        // 16, 8, 4 or 2: all rows of q, k and g start at multiples of so many bytes, and are multiples long
+  i64 part_stride;  // numbers from A to the array of the next BK channels
 };
 
 // The warps of a block, and its rows. BK: K rounded up. Two warps if BK is 256: so Shared has 70 KiB (72 if it is
@@ -275,9 +276,13 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, RESIDENT) stages_intra_chunk(c
   Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 groups = u32(shape.chunk + ROWS<BK> - 1) / ROWS<BK>, NC = u32(shape.NC), H = u32(shape.H);
+  // Of the channels: only the widest blocks have a part of them, and others no registers for more.
+  const u32 parts = BK == 256 && shape.K > BK ? u32(shape.K + BK - 1) / BK : 1,
+            part = BK == 256 ? blockIdx.x % parts : 0;
   // A chunk's tokens are in `groups` groups of ROWS. The block's rows are those of group `query_group` of its chunk.
   // `chunk` numbers the chunks of all batches and heads: it is chunk c of (batch, h).
-  const u32 query_group = blockIdx.x % groups, chunk = blockIdx.x / groups, c = chunk % NC, h = chunk / NC % H;
+  const u32 block = blockIdx.x / parts, query_group = block % groups, chunk = block / groups, c = chunk % NC;
+  const u32 h = chunk / NC % H;
   const u32 batch = chunk / NC / H;
   const Span span = chunk_tokens(shape, c);
   if (span.start + query_group * ROWS<BK> >= span.stop)
@@ -285,29 +290,33 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, RESIDENT) stages_intra_chunk(c
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const i64 first_row = span.start + query_group * ROWS<BK> + warp * WARP_ROWS;  // the warp's first row
   float* const k = s.k + warp * WARP_ROWS * ROW<BK>;
+  StridedRows<float> A = args.A;
+  A.p += part * args.part_stride;
 
   // The 16 tokens from `token` on, of which those before span.stop exist.
   const auto tokens_from = [&](i64 token) {
     const i64 rows = span.stop - token;
     const i64 first_token = rows > 0 ? token : span.start;
-    return WarpTokens<T, G>{args.q.row(batch, h, first_token), args.k.row(batch, h, first_token),
-                            args.g.row(batch, h, first_token),
+    return WarpTokens<T, G>{args.q.row(batch, h, first_token) + part * BK,
+                            args.k.row(batch, h, first_token) + part * BK,
+                            args.g.row(batch, h, first_token) + part * BK,
                             int(rows > WARP_ROWS ? WARP_ROWS
                                 : rows > 0       ? rows
                                                  : 0),
-                            int(shape.K)};
+                            min(int(shape.K) - int(part) * BK, BK)};
   };
   for (int channel = lane; channel < BK; channel += 32) s.gap_decay[warp][channel] = 1.f;
   if (first_row < span.stop) {  // a warp without rows stores keys of other groups, and comes to the barriers
     float d[2][4] = {};
     score_within<ReadOrder, T, G, BK>(d, s.q + warp * WARP_ROWS * ROW<BK>, k, s.keys_decay[warp],
-                                      tokens_from(first_row), args, args.u ? args.u + h * shape.K : nullptr);
-    store_scores(args.A, batch, h, first_row, span.stop, first_row - span.start, d);
+                                      tokens_from(first_row), args,
+                                      args.u ? args.u + h * shape.K + part * BK : nullptr);
+    store_scores(A, batch, h, first_row, span.stop, first_row - span.start, d);
     constexpr int LANES = 32 / WARP_ROWS;  // of a row, which write zeros to its later columns, four at a time
     if (const i64 row = first_row + lane / LANES; row < span.stop)
       for (i64 column = first_row - span.start + WARP_ROWS + lane % LANES * 4; column < shape.chunk;
            column += 4 * LANES)
-        *reinterpret_cast<float4*>(args.A.row(batch, h, row) + column) = {0.f, 0.f, 0.f, 0.f};
+        *reinterpret_cast<float4*>(A.row(batch, h, row) + column) = {0.f, 0.f, 0.f, 0.f};
   }
   // s.k has the keys of `group`, 16 rows for each warp n: those that warp n stored.
 #pragma unroll 1
@@ -321,7 +330,7 @@ __global__ void __launch_bounds__(32 * WARPS<BK>, RESIDENT) stages_intra_chunk(c
       score_earlier<T, BK>(d, s, warp, count);
 #pragma unroll
       for (int n = 0; n < WARPS<BK>; ++n)
-        if (n < count) store_scores(args.A, batch, h, first_row, span.stop, group * ROWS<BK> + n * WARP_ROWS, d[n]);
+        if (n < count) store_scores(A, batch, h, first_row, span.stop, group * ROWS<BK> + n * WARP_ROWS, d[n]);
     }
     if (group == 0) return;
     __syncthreads();  // keys and their decays have been read: those of the group before may overwrite them

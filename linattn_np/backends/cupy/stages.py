@@ -12,7 +12,6 @@ with B batch, H heads, T tokens, K channels, V columns and NC chunks. Stages 3 t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -71,7 +70,7 @@ class IntraChunk(GatedKernel):
     """Stage 4: A."""
 
     file = "stages/intra_chunk"
-    arguments = members("strided q k g, pointers u, strided A, shape, int64s bytes")
+    arguments = members("strided q k g, pointers u, strided A, shape, int64s bytes part_stride")
     shared_memory = ("Shared<{BK}>",)
     WARP_ROWS: ClassVar[int] = 16
     constants = (("ROWS<{BK}>", "rows"), ("WARP_ROWS", "WARP_ROWS"))
@@ -140,7 +139,7 @@ def plan(problem, device):
     if name == "combine":
         results = draft.give_back(problem, results)
     tiled = name == "intra_chunk" and problem.dtype != DOUBLE
-    BK = {"BK": channels_of_launch(problem)} if tiled else {}
+    BK = {"BK": channels_of_block(problem)} if tiled else {}
     return draft.plan(results, tiles=BK | {"chunk": problem.chunk_size})
 
 
@@ -166,7 +165,7 @@ def plan_all_stages(problem, device, summaries):
     o = stages.combine(qg, h, stages.intra_chunk(q, k, g), v)
     tiles = {"chunk": shape.chunk} | ({"segments": cut.segments} if cut.segments > 1 else {})
     if problem.dtype != DOUBLE:
-        tiles = {"BK": channels_of_launch(problem), "BV": STAGE_COLUMNS} | tiles | {"sub_chunk": SUB_CHUNK}
+        tiles = {"BK": channels_of_block(problem), "BV": STAGE_COLUMNS} | tiles | {"sub_chunk": SUB_CHUNK}
     return draft.plan(draft.results(problem, o, final), mode="staged", tiles=tiles)
 
 
@@ -175,8 +174,8 @@ def state_tiles(shape) -> int:
     return ceil_div(shape.K, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
 
 
-def channels_of_launch(problem) -> int:
-    """The channels of a launch of scores."""
+def channels_of_block(problem) -> int:
+    """The channels of a block of scores."""
     return channels(min(problem.sizes["K"], CHANNELS[-1]))
 
 
@@ -193,19 +192,24 @@ class Stages:
         exclusive = problem.options.get("exclusive", problem.op.reads_before_write)
         self.read_order = "BeforeWrite" if exclusive else "AfterWrite"
 
+    @property
+    def channel_blocks(self) -> int:
+        """Blocks of the kernels of stages 1 and 2, a thread of which has a channel of a chunk."""
+        return self.shape.all_chunks * ceil_div(self.shape.K, ChunkCumsum.threads)
+
     def launch(self, kernel, blocks, **arrays):
         """Launches a kernel; `arrays`: its arguments but `shape`."""
         self.draft.launch(kernel, blocks, **arrays, shape=self.shape)
 
     def chunk_cumsum(self, g):
         b, e = self.new_array(g, self.real), self.new_array(g, self.real)
-        self.launch(ChunkCumsum(g.dtype), self.shape.all_chunks, g=g, b=b, e=e)
+        self.launch(ChunkCumsum(g.dtype), self.channel_blocks, g=g, b=b, e=e)
         return b, e
 
     def gated_qk(self, q, k, b, e):
         qg, kg = self.new_array(q, self.real), self.new_array(k, self.real)
         kernel = GatedQk(self.read_order, q.dtype)
-        self.launch(kernel, self.shape.all_chunks, q=q, k=k, b=b, e=e, qg=qg, kg=kg)
+        self.launch(kernel, self.channel_blocks, q=q, k=k, b=b, e=e, qg=qg, kg=kg)
         return qg, kg
 
     def inter_chunk(self, kg, v, b):
@@ -227,33 +231,25 @@ class Stages:
         return h
 
     def intra_chunk(self, q, k, g):
-        """A. More channels than a launch has take several launches, whose scores are then added."""
+        """A. Of more channels than a block has each part has scores of its own, which are then added."""
         shape, draft, u = self.shape, self.draft, self.draft.bonus(self.problem)
         A = self.new_array(q, self.real, (shape.B, shape.H, shape.T, shape.chunk))
         if q.dtype == DOUBLE:
             self.launch(Float64IntraChunk(self.read_order), shape.all_chunks, q=q, k=k, g=g, u=u, A=A)
             return A
-        first_channels = range(0, shape.K, CHANNELS[-1])
-        if len(first_channels) < 2:
-            self.launch_scores(q, k, g, u, A)
+        kernel = IntraChunk(self.read_order, q.dtype, g.dtype, channels_of_block(self.problem))
+        parts = max(1, ceil_div(shape.K, kernel.BK))
+        scores = A if parts == 1 else draft.empty((parts, *A.shape), self.real)
+        first = A if parts == 1 else scores[0]
+        blocks = shape.all_chunks * ceil_div(shape.chunk, kernel.rows) * parts
+        self.launch(kernel, blocks, q=q, k=k, g=g, u=u, A=first, bytes=common_bytes(q, k, g), part_stride=A.size)
+        if parts == 1:
             return A
-        parts = draft.empty((len(first_channels), *A.shape), self.real)
-        for part, first in enumerate(first_channels):
-            q_part, k_part, g_part = (x[..., first : first + CHANNELS[-1]] for x in (q, k, g))
-            u_part = None if u is None else draft.contiguous_copy(u[:, first : first + CHANNELS[-1]])
-            self.launch_scores(q_part, k_part, g_part, u_part, parts[part])
         total = A if is_contiguous(A) else draft.empty(A.shape, A.dtype)
-        sum_arrays(draft, parts, total)
+        sum_arrays(draft, scores, total)
         if total is not A:
             draft.copy(total, A)
         return A
-
-    def launch_scores(self, q, k, g, u, A):
-        """Launches the scores A of the channels of q, k, g and u, at most as many as a launch has."""
-        kernel, shape = IntraChunk(self.read_order, q.dtype, g.dtype, channels(q.shape[-1])), self.shape
-        blocks, arrays = shape.all_chunks * ceil_div(shape.chunk, kernel.rows), {"q": q, "k": k, "g": g, "u": u, "A": A}
-        part = replace(shape, K=q.shape[-1])
-        self.draft.launch(kernel, blocks, **arrays, shape=part, bytes=common_bytes(q, k, g))
 
     def combine(self, qg, h, A, v):
         """o in an array that the kernel can write, which may be the caller's `out`."""
