@@ -32,7 +32,7 @@ from .elementwise_kernels import (
 from .gated_forward import ForwardPass, HopperForward
 from .gated_kernels import PANEL
 from .kernel import DOUBLE
-from .plan import FLOAT32, Draft, TensorMap, aligned16
+from .plan import FLOAT32, Array, Draft, TensorMap, aligned16
 from .scalar_decay_kernels import SUMS_AT_ONCE, WeightedSums
 from .segments import COPIED, HOPPER, PORTABLE, TILED
 
@@ -179,10 +179,12 @@ def spread_reason(problem) -> str:
 
 
 def with_gate_of_every_channel(draft, gla, reason):
-    """The problem of gla with a copy of the gate for every channel, [B, H, T, K]."""
-    shape = gla.shape("B H T K")
-    g = side_by_side(draft, [(gla["g"], shape[-1])], shape, gla.compute_dtype, phi=None, reason=reason)
-    return gla.replace(arrays=gla.arrays | {"g": g})
+    """The problem of gla with a copy of the gate for every channel, [B, H, T, K]: one for all that share the gate."""
+    shape, given = gla.shape("B H T K"), gla["g"]
+    copied = (*given.shape[:3], shape[-1])
+    g = side_by_side(draft, [(given, shape[-1])], copied, gla.compute_dtype, phi=None, reason=reason)
+    strides = tuple(stride if n == size else 0 for stride, n, size in zip(g.strides, copied, shape))
+    return gla.replace(arrays=gla.arrays | {"g": Array(g.memory, shape, strides, g.dtype, g.offset)})
 
 
 def with_float32_gate(draft, gla):
