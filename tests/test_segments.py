@@ -244,7 +244,7 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
 
 
 @pytest.mark.parametrize(
-    "lengths, heads", [((100,) * 50, 100), ((100, 60) * 20, 80), ((1000, *[10] * 99), 8), ((0, 0), 0)]
+    "lengths, heads", [((100,) * 50, 100), ((100, 60) * 20, 64), ((1000, *[10] * 99), 4), ((0, 0), 0)]
 )
 def test_heads_of_short_sequences_leave_the_card_to_long_ones(lengths, heads):
     bounds = np.cumsum([0, *lengths])

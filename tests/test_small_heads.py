@@ -126,7 +126,7 @@ def test_gates_of_columns(device, rng, cut, dtype, gates, K, V, H, regimes, boun
         ((63110, 46010, 35576, *[300] * 964), 58),
         ((1000,) * 967, 1),
         ((1100,) * 400 + (900,) * 400, 2),
-        ((1 << 17, 10), 844),
+        ((1 << 17, 10), 1408),
     ],
 )
 def test_a_long_sequence_among_many_is_cut(lengths, P):

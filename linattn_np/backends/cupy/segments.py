@@ -123,11 +123,14 @@ def segments_that_fill(blocks, longest, capacity, spared=0, shortest=SEGMENT) ->
 
 
 def heads_at_work(problem) -> int:
-    """The heads of all sequences, N H; or, if that is less, so many of the longest one that they have twice the tokens
-    of all: most tokens are then in few sequences. Blocks of short ones end early, and leave the card to the long ones.
+    """The heads of all sequences, N H; or, if that is less, so many of the longest one that they have the tokens of
+    all: most tokens are then in few sequences. Blocks of short ones end early, and leave the card to the long ones.
+
+    Microseconds on an H200 of 20 sequences of 60,000 tokens, 128 channels and columns, if these were twice the tokens,
+    and so: simple_gla, 8 heads, 434, 351, its pullback 1,214, 910; gv, 4 heads, 1,038, 744.
     """
     (B, N, H, T), longest = problem.shape("B N H T"), problem.spans.longest
-    return min(N * H, ceil_div(2 * B * H * T, max(longest, 1)))
+    return min(N * H, ceil_div(B * H * T, max(longest, 1)))
 
 
 def in_waves(P, problem, blocks, capacity) -> int:
