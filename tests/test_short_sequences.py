@@ -100,17 +100,19 @@ def test_hoppers_kernels_compute_what_they_compute_faster(hopper, rng, D, T, ini
 
 
 @pytest.mark.parametrize(
-    "T, K, V, initial, short",
+    "H, T, K, V, initial, short",
     [
-        (3, 256, 512, False, True),
-        (3, 256, 512, True, False),
-        (TOKENS + 1, 256, 512, False, False),
-        (3, 64, 128, False, False),
+        (3, 3, 256, 512, False, True),
+        (3, 3, 256, 512, True, False),
+        (3, TOKENS + 1, 256, 512, False, False),
+        (66, 3, 64, 128, False, False),
+        (67, 3, 64, 128, False, True),  # more blocks than multiprocessors
+        (67, 9, 64, 64, False, False),
     ],
 )
-def test_heads_of_several_tiles_under_a_shared_gate(T, K, V, initial, short):
-    arrays = [np.zeros((2, 3, T, width), BFLOAT16) for width in (K, K, V)]
-    start = np.zeros((2, 3, K, V), np.float32) if initial else None
+def test_heads_under_a_shared_gate(H, T, K, V, initial, short):
+    arrays = [np.zeros((2, H, T, width), BFLOAT16) for width in (K, K, V)]
+    start = np.zeros((2, H, K, V), np.float32) if initial else None
     problem = RETENTION.bind(arrays, gradient=True, initial_state=start)
     assert ("gated_short_backward" in planned.names(planned.plan_of(problem, planned.Noting(90)))) == short
 
