@@ -186,6 +186,8 @@ def walks():
         yield delta.DeltaScan.fitting(*sizes)
         for of in delta.DeltaBackwardStates.DIRECTIONS[: None if K in gated.TILES else 1]:
             yield delta.DeltaBackwardStates.fitting(*sizes, of=of)
+    for T, two_writes, of in product(HALF, (False, True), delta.DeltaBackwardStates.DIRECTIONS):
+        yield delta.DeltaBackwardStates(T, 64, delta.DeltaBackwardStates.NARROW, two_writes, 2, of=of)
 
 
 def steps_of_several():

@@ -14,8 +14,8 @@ import linattn_np
 from linattn_np import NotSupported, backends, checked_calls, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import delta, gated_backward
-from linattn_np.backends.cupy.delta_kernels import DeltaRecurrentBackward
-from linattn_np.backends.cupy.delta_segments import CutOfSmallHeads
+from linattn_np.backends.cupy.delta_kernels import DeltaBackwardStates, DeltaRecurrentBackward
+from linattn_np.backends.cupy.delta_segments import CutOfSmallHeads, rule_of
 from linattn_np.bounded_cache import Cache
 from linattn_np.declarations import DELTA_RULE, DELTA_RULES, GATED_DELTA_RULE, KDA, RWKV7
 
@@ -861,3 +861,16 @@ def test_which_calls_are_of_small_heads(sizes, mode, kernel):
     q, v, g = (np.zeros(shape, HALF) for shape in ((B, H, T, K), (B, H, T, V), (B, H, T)))
     plan = planned.plan_of(GATED_DELTA_RULE.bind((q, q, v, g, g), mode=mode), EmulatedDevice(80))
     assert [name for name in planned.names(plan) if name != "elementwise_copy_rows"][0] == kernel
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("op", [KDA, RWKV7])
+def test_walks_of_32_columns(backend, op, segments, rng, monkeypatch):
+    """Where three of them share a multiprocessor, and two of 64 columns would leave one with one walk."""
+    monkeypatch.setattr(EmulatedDevice, "multiprocessors", 2)
+    monkeypatch.setattr(delta.CutInChunks, "time", lambda cut, number: abs(number - segments))
+    monkeypatch.setattr(checked_calls, "MEMOS", Cache(1 << 20, 16))
+    case = Case(op, H=3 // segments, T=400, K=64, V=62, dtype=BFLOAT16)
+    walk = DeltaBackwardStates.fitting(BFLOAT16, 64, 62, rule_of(op), 3, EmulatedDevice())
+    assert (walk.BV, walk.stages) == (32, 2)
+    assert_gradients(backend, case, *case.drawn(rng))

@@ -37,8 +37,8 @@
 // numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients, chunk_states and
 //           state_gradients are rounded to T; errors of residuals are kept as `shapes` says
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
-// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256; BV of 64, 128;
-//           STAGES >= 1
+// limits    T of bfloat16, float16, single (float32: operands.cuh); K <= BK; BK of 64, 128, 256; BV of 32, 64,
+//           128; STAGES >= 1
 // tests     test_delta_kernels: test_gradients (BOTH), test_gradients_from_what_a_call_keeps (one direction),
 //           test_segments (without OUTPUTS)
 #include "delta/backward_storage.cuh"
@@ -95,8 +95,9 @@ struct alignas(16) Stage {
                     OFFSET_OF(Chunk, decay) < OFFSET_OF(Chunk, beta) && OFFSET_OF(Chunk, beta) < OFFSET_OF(Chunk, W) &&
                     OFFSET_OF(Chunk, W) < OFFSET_OF(Chunk, B),
                 "the order above");
+  static constexpr int WIDTH = BV < TILE ? TILE : BV;  // of the tile of values, in columns
   uint4 bytes[(STOP - FROM) / 16];
-  T values[BT * BV];
+  T values[BT * WIDTH];
 
   // The chunk, of which only those bytes are here: where other members would be, other data are.
   __device__ __forceinline__ Chunk& prepared() {
@@ -148,8 +149,8 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
       const int token = chunk_of(step) * BT;
       copy_prepared<OwnStage::FROM, OwnStage::STOP, THREADS>(&to.prepared(), prepared_chunks + chunk_of(step));
       if (!block.computes_F)
-        copy_chunk<BV, THREADS>(to.values, values.row(b, h, start + token) + first_column, values.token_stride,
-                                tokens - token, columns, bytes);
+        copy_chunk<OwnStage::WIDTH, THREADS>(to.values, values.row(b, h, start + token) + first_column,
+                                             values.token_stride, tokens - token, columns, bytes);
     }
     cp_async_commit();
   };
@@ -186,7 +187,7 @@ __device__ __forceinline__ void walk(Stage<T, BK, BV, TWO_WRITES, BACK, OF, OUTP
     const auto load_values = [&] {
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        if (!block.computes_F) load_packed<BV>(packed_values[i], values_tile, column + 16 * i);
+        if (!block.computes_F) load_packed<OwnStage::WIDTH>(packed_values[i], values_tile, column + 16 * i);
     };
     if constexpr (OUTPUTS) load_values();  // else after the first product, which then has their registers
     // The betas of tokens first + 2t and the next.

@@ -135,8 +135,8 @@ class Walk(ChunkKernel, TiledKernel):
     def summary(self) -> Walk:
         """The instance without outputs, with as many stages if blocks of 256 columns then share a multiprocessor,
         else with two at most."""
-        kernel = replace(self, outputs=False)
-        fits = kernel.shared_bytes * TILES[1] <= SHARING * self.BV
+        kernel = replace(self, outputs=False, BV=max(self.BV, TILES[0]))
+        fits = kernel.shared_bytes * TILES[1] <= SHARING * kernel.BV
         return kernel if fits else replace(kernel, stages=min(2, self.stages))
 
     @property
@@ -181,9 +181,20 @@ class DeltaBackwardStates(Walk):
     PREPARED = "PreparedForGradients<{dtype}, {BK}, {two_writes}>"
     shared_memory = ("Shared<{dtype}, {BK}, {BV}, {two_writes}, 1, {of}, {outputs}>",)
     TILE: ClassVar[int] = 64  # to a multiple of this are columns padded in what the walks write
+    NARROW: ClassVar[int] = 32  # columns of a block, a possible BV
     DIRECTIONS: ClassVar[tuple[str, ...]] = ("BOTH", "ONLY_FORWARDS", "ONLY_BACKWARDS")  # the possible `of`
     # "ONLY_FORWARDS": in a call that keeps what its pullback will read; it then writes o and the final states, too.
     of: str = DIRECTIONS[0]
+
+    @classmethod
+    def fitting(cls, dtype, K, V, rule, walks, device, **fields):
+        """The base's, or that of NARROW columns where three of its blocks share a multiprocessor, and two of 64 columns
+        would leave many with one."""
+        kernel = super().fitting(dtype, K, V, rule, walks, device, **fields)
+        narrow = replace(kernel, BV=cls.NARROW, stages=2)
+        if dtype == FLOAT32 or max(K, V) > TILES[0] or ceil_div(walks * narrow.grid(V), device.multiprocessors) != 3:
+            return kernel
+        return narrow if 3 * narrow.shared_bytes < device.shared_per_multiprocessor else kernel
 
     @property
     def directions(self) -> int:

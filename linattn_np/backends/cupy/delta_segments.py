@@ -200,16 +200,17 @@ class CutInChunks(SegmentCut):
         F : the memory for that of all segments; of a walk only backwards, F itself
         """
         K, V, P, walk, all_segments = shape.K, shape.V, self.segments, walk or self.walk, shape.B * shape.row_sequences
-        read, tiles, starts = read | {"shape": shape, "P": P}, walk.directions * walk.grid(V), None
+        read, heads, starts = read | {"shape": shape, "P": P}, all_segments * shape.H, None
         if P > 1:
             # What walks backwards write follows what those forwards do, even where there are none of these.
             memory, starts = memory_of_segments(draft, shape, 2 if walk.only_backwards else walk.directions, FLOAT32)
             F = memory if F is None else F
             first_states = {name: x for name, x in states.items() if name in ("initial", "dht")}
-            blocks = all_segments * shape.H * (tiles + (0 if walk.only_backwards else walk.grid(K)))
-            draft.launch(walk.summary, blocks, **read, **first_states, starts=starts, F=F)
+            first, of_F = walk.summary, 0 if walk.only_backwards else walk.summary.grid(K)
+            blocks = heads * (walk.directions * first.grid(V) + of_F)
+            draft.launch(first, blocks, **read, **first_states, starts=starts, F=F)
             join_segments(draft, F, starts, P, backwards=walk.only_backwards)
-        draft.launch(walk, all_segments * shape.H * tiles, **read, **states, **written, starts=starts)
+        draft.launch(walk, heads * walk.directions * walk.grid(V), **read, **states, **written, starts=starts)
 
 
 def shape_of_F(all_segments, H, K) -> tuple[int, int, int, int]:
