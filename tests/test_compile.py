@@ -138,10 +138,8 @@ SPILLED = {
     ("rwkv6/shift_mix", "sm_90"): 16,  # float32, and rows beyond 2,048 channels
     ("rwkv6/shift_mix", "sm_120"): 16,
     ("gated/small_forward", "sm_120"): 16,  # RWKV-6, float16, 8 channels
-    ("delta/small_backward", "sm_80"): 256,
-    ("delta/small_backward", "sm_90"): 128,
-    ("delta/small_backward", "sm_100"): 28,
-    ("delta/small_backward", "sm_120"): 60,
+    ("delta/small_backward", "sm_80"): 224,
+    ("delta/small_backward", "sm_90"): 144,
     ("gated/backward_channels", "sm_80"): 24,  # float16 in three products
     ("gated/backward_channels", "sm_86"): 24,
     ("gated/backward_channels", "sm_89"): 24,
