@@ -45,7 +45,7 @@ template <typename T, typename G, typename S> struct Args {
   StridedRows<T> o;
   StridedRows<S> state;  // rows are channels, so that the token stride is that of channels
   const i64* slots;      // all different, since states change in place; null: sequence b has state b
-  i64 H, K, V;           // H: heads of values, HV above
+  i64 HV, K, V;          // HV: heads of values
   i64 group;             // heads of values that share a head of queries and keys
   double scale;
   i64 normalized;  // whether queries and keys are divided by their lengths
@@ -59,6 +59,34 @@ template <class Rule, typename R, int BK, int BV> struct Shared {
   R v[BV];                     // of the block's columns
   R parts[STEP_WARPS][2][BV];  // the warps' parts, [0] of S'^T k (Dplr: S^T a), [1] of S'^T q
   TokenScalars<R> scalars;
+
+  // Computes the token's scalars; by a warp.
+  __device__ __forceinline__ void put_scalars(int lane, bool normalized) {
+    R qq = 0, kk = 0, qk = 0, qb = 0;
+    for (int c = lane; c < BK; c += 32) {
+      qk = fma(q[c], k[c], qk), qq = fma(q[c], q[c], qq), kk = fma(k[c], k[c], kk);
+      if constexpr (Rule::own_erasure) qb = fma(q[c], b[c], qb);
+    }
+    qq = sum_over_lanes<32>(qq), kk = sum_over_lanes<32>(kk), qk = sum_over_lanes<32>(qk), qb = sum_over_lanes<32>(qb);
+    if (lane == 0) {
+      scalars.inverse_q_length = normalized ? inverse_root(qq + R(LEAST_SQUARE)) : R(1), scalars.q_dot_k = qk,
+      scalars.q_dot_b = qb;
+      scalars.inverse_k_length = normalized ? inverse_root(kk + R(LEAST_SQUARE)) : R(1);
+    }
+  }
+  __device__ __forceinline__ R sum_of_parts(int which, int column) const {
+    R sum = 0;
+#pragma unroll
+    for (int n = 0; n < STEP_WARPS; ++n) sum += parts[n][which][column];
+    return sum;
+  }
+  // The factor of the given key where it is added to a column of the state: v, or beta (v - S'^T k) / |given k|, with k
+  // = given k / |given k|. Without `normalized`, so always of Dplr, no length divides. erased: the column's number of
+  // S'^T (given k) (Dplr: not used).
+  __device__ __forceinline__ R written(R erased, R beta, int column) const {
+    return Rule::own_erasure ? v[column]
+                             : scalars.inverse_k_length * beta * (v[column] - scalars.inverse_k_length * erased);
+  }
 };
 
 template <class Rule, typename T, typename G, typename S, int BK, int BV>
@@ -71,15 +99,16 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
     S x[LANE_COLUMNS];
   };
   auto& s = *reinterpret_cast<Shared<Rule, R, BK, BV>*>(dynamic_smem());
-  const u32 tiles = u32((args.V + BV - 1) / BV), batch_head = blockIdx.x / tiles, H = u32(args.H);
-  const u32 h = batch_head % H, b = batch_head / H, head = h / u32(args.group);
+  const u32 tiles = u32((args.V + BV - 1) / BV), batch_head = blockIdx.x / tiles, HV = u32(args.HV);
+  const u32 value_head = batch_head % HV, b = batch_head / HV, key_head = value_head / u32(args.group);
   const int K = int(args.K), first_column = blockIdx.x % tiles * BV, columns_left = int(args.V) - first_column;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;  // h: a head of values, head: that of its q and k
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   // The thread's channels are first_channel + n CHANNELS_AT_ONCE; column: its first one in the block's tile.
   const int first_channel = threadIdx.x / LANES, column = threadIdx.x % LANES * LANE_COLUMNS;
 
   // state[n]: channel first_channel + n CHANNELS_AT_ONCE, LANE_COLUMNS columns; zeros outside of K and V.
-  S* const first_number = args.state.row(args.slots ? args.slots[b] : b, h, first_channel) + first_column + column;
+  S* const first_number =
+      args.state.row(args.slots ? args.slots[b] : b, value_head, first_channel) + first_column + column;
   Piece state[LANE_CHANNELS] = {};
   // Calls f(piece, its distance in memory from the thread's first one, in pieces) for those of the thread's pieces
   // that exist. In pieces, since the compiler then sees that a piece takes one store of 16 bytes.
@@ -106,13 +135,14 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
   const bool has_channel = index < K, has_column = index < BV && index < columns_left;
   T q = {}, k = {}, own_a = {}, own_b = {};
   G gate = {}, strength = {};
-  const T v = args.v.row(b, h, 0)[first_column + (has_column ? index : 0)];  // without a column: not used
-  if constexpr (!Rule::channel_gates) gate = *args.g.row(b, h, 0);
-  if constexpr (!Rule::own_erasure) strength = *args.beta.row(b, h, 0);
+  const T v = args.v.row(b, value_head, 0)[first_column + (has_column ? index : 0)];  // without a column: not used
+  if constexpr (!Rule::channel_gates) gate = *args.g.row(b, value_head, 0);
+  if constexpr (!Rule::own_erasure) strength = *args.beta.row(b, value_head, 0);
   if (has_channel) {
-    q = args.q.row(b, head, 0)[index], k = args.k.row(b, head, 0)[index];
-    if constexpr (Rule::own_erasure) own_a = args.a.row(b, head, 0)[index], own_b = args.b.row(b, head, 0)[index];
-    if constexpr (Rule::channel_gates) gate = args.g.row(b, h, 0)[index];
+    q = args.q.row(b, key_head, 0)[index], k = args.k.row(b, key_head, 0)[index];
+    if constexpr (Rule::own_erasure)
+      own_a = args.a.row(b, key_head, 0)[index], own_b = args.b.row(b, key_head, 0)[index];
+    if constexpr (Rule::channel_gates) gate = args.g.row(b, value_head, 0)[index];
   }
   __syncwarp();  // no load moves behind this; else the compiler puts some behind code that waits for another's number
   const R own_decay = decay_of(R(widened(gate))), beta = widened(strength);
@@ -124,19 +154,7 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
   if (index < BV) s.v[index] = widened(v);
   __syncthreads();  // the token is in shared memory
 
-  if (warp == 0) {
-    R qq = 0, kk = 0, qk = 0, qb = 0;
-    for (int c = lane; c < BK; c += 32) {
-      qk = fma(s.q[c], s.k[c], qk), qq = fma(s.q[c], s.q[c], qq), kk = fma(s.k[c], s.k[c], kk);
-      if constexpr (Rule::own_erasure) qb = fma(s.q[c], s.b[c], qb);
-    }
-    qq = sum_over_lanes<32>(qq), kk = sum_over_lanes<32>(kk), qk = sum_over_lanes<32>(qk), qb = sum_over_lanes<32>(qb);
-    if (lane == 0) {
-      s.scalars.inverse_q_length = args.normalized ? inverse_root(qq + R(LEAST_SQUARE)) : R(1), s.scalars.q_dot_k = qk,
-      s.scalars.q_dot_b = qb;
-      s.scalars.inverse_k_length = args.normalized ? inverse_root(kk + R(LEAST_SQUARE)) : R(1);
-    }
-  }
+  if (warp == 0) s.put_scalars(lane, args.normalized);
   // Of the thread's columns, over its channels, then over the warp's: erased is S'^T k (Dplr: S^T a), read is S'^T q.
   R decay = own_decay, erased[LANE_COLUMNS] = {}, read[LANE_COLUMNS] = {};
 #pragma unroll
@@ -162,25 +180,11 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
   }
   __syncthreads();  // the parts and the token's scalars are in shared memory
 
-  const TokenScalars<R>& scalars = s.scalars;
-  const auto sum_of_parts = [&](int which, int index) {
-    R sum = 0;
-#pragma unroll
-    for (int n = 0; n < STEP_WARPS; ++n) sum += s.parts[n][which][index];
-    return sum;
-  };
-  // The factor of s.k, the given key, when it is added to a column of the state: v, or beta (v - S'^T k) / |s.k| with k
-  // = s.k / |s.k|. Without args.normalized, so always of Dplr, no length divides. `erased`: the column's number of S'^T
-  // s.k (Dplr: not used).
-  const auto written = [&](R erased, int index) {
-    return Rule::own_erasure ? s.v[index]
-                             : scalars.inverse_k_length * beta * (s.v[index] - scalars.inverse_k_length * erased);
-  };
-  R write[LANE_COLUMNS];  // what `written` returns for each column; `erased` is now the sum over all channels
+  R write[LANE_COLUMNS];  // what s.written returns for each column; `erased` is now the sum over all channels
 #pragma unroll
   for (int i = 0; i < LANE_COLUMNS; ++i) {
-    erased[i] = sum_of_parts(0, column + i);
-    write[i] = written(erased[i], column + i);
+    erased[i] = s.sum_of_parts(0, column + i);
+    write[i] = s.written(erased[i], beta, column + i);
   }
 #pragma unroll
   for (int n = 0; n < LANE_CHANNELS; ++n) {
@@ -206,10 +210,10 @@ __global__ void __launch_bounds__(STEP_THREADS, STEP_BLOCKS<Rule, Wider<T, S>, S
     });
   }
   if (has_column) {
-    const R p = sum_of_parts(0, index);
-    R o = fma(scalars.q_dot_k, written(p, index), sum_of_parts(1, index));
-    if constexpr (Rule::own_erasure) o = fma(scalars.q_dot_b, p, o);
-    args.o.row(b, h, 0)[first_column + index] =
-        narrowed<T>(FloatOrDouble<T>(R(args.scale) * scalars.inverse_q_length * o));
+    const R p = s.sum_of_parts(0, index);
+    R o = fma(s.scalars.q_dot_k, s.written(p, beta, index), s.sum_of_parts(1, index));
+    if constexpr (Rule::own_erasure) o = fma(s.scalars.q_dot_b, p, o);
+    args.o.row(b, value_head, 0)[first_column + index] =
+        narrowed<T>(FloatOrDouble<T>(R(args.scale) * s.scalars.inverse_q_length * o));
   }
 }

@@ -462,7 +462,7 @@ class DeltaStep(StepKernel):
 
     file = "delta/step"
     arguments = members(
-        "strided q k v, strided? a b, strided g, strided? beta, strided o state, pointers? slots, int64s H K V "
+        "strided q k v, strided? a b, strided g, strided? beta, strided o state, pointers? slots, int64s HV K V "
         "group, float64s scale, int64s normalized aligned16"
     )
     shared_memory = ("Shared<{rule}, {real}, {BK}, {BV}>",)

@@ -126,7 +126,7 @@ def launch_delta_rule(draft, problem, state):
     """As `launch_gated`, for a delta rule."""
     inputs, (B, H, K, V) = delta.Inputs(draft, problem), problem.shape("B H K V")
     kernel = DeltaStep.fitting(*delta.instance_of(problem), state, K=K, V=V)
-    options = {"group": inputs.group, "normalized": inputs.normalized}
+    options = {"HV": H, "group": inputs.group, "normalized": inputs.normalized}
     draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **inputs.arrays, **options)
     return {"BV": kernel.BV}
 
