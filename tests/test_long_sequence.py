@@ -57,6 +57,21 @@ def test_gradients(kernels, rng, op, reverse):
         assert_close(f"d{name}", kernels.tohost(x), wanted, np.float32, factor=2, rows=4)
 
 
+@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
+def test_without_states_no_block_has_an_empty_sequence(kernels, device, rng, op):
+    lengths = (0, 3, 0, 0, 17, 0)
+    bounds, sizes = np.cumsum([0, *lengths]).tolist(), SIZES | {"T": 20, "N": 6}
+    arrays, do = draw(op, rng, sizes, np.float32), rng.standard_normal((1, 2, 20, 24)).astype(np.float32)
+    o, pull = kernels.run(vjp, OPERATORS[op], *map(kernels.asarray, arrays), cu_seqlens=bounds)
+    found, (exact, _, gradients) = pull(kernels.asarray(do)), exact_vjp(OPERATORS[op], arrays, do, cu_seqlens=bounds)
+    for name, x, wanted in zip(["o", *op.arrays], [o, *found], [exact, *gradients], strict=True):
+        assert_close(name, kernels.tohost(x), wanted, np.float32, factor=2, rows=4)
+    for final, count in ((False, 2), (True, 6)):
+        problem = op.bind([device.upload(x) for x in arrays], cu_seqlens=bounds, output_final_state=final)
+        launches = planned.plan_of(problem, device).launches
+        assert count in {x.args["shape"].row_sequences for x in launches if "shape" in x.args}
+
+
 def test_two_parts_of_a_state(kernels, rng):
     """With its normaliser linear_attention has two arrays for a state."""
     arrays = [rng.standard_normal((1, 2, BOUNDS[-1], D)).astype(np.float32) for D in (16, 16, 24)]

@@ -46,6 +46,9 @@ def plan_of(planner, name, problem, device, **trees):
         describe_tree(name, tree, device, given) for name, tree in trees.items() if name != "summaries" or tree
     ]
     of_operator = name in ("plan", "plan_vjp") and hasattr(planner, "plan_vjp") and not trees.get("summaries")
+    others_know_sequences = problem.gradient if name == "plan" else trees.get("dht") or trees.get("saved")
+    if of_operator and not others_know_sequences:
+        described_problem = long_sequence.without_empty_ones(described_problem)
     if of_operator and (ranges := long_sequence.parts(described_problem, device)):
         plan = getattr(long_sequence, name)(ranges, planner, described_problem, device, *described[:2])
     else:

@@ -1,4 +1,5 @@
-"""Packed calls in which one sequence has most of the tokens: it is planned by itself.
+"""Packed calls in which one sequence has most of the tokens: it is planned by itself. And calls without the sequences
+that have none.
 
 With many sequences there are enough blocks for the card, so that none is cut into segments. But all wait for the block
 of a sequence that is as long as all others together. By itself it is one of few, and is cut.
@@ -7,6 +8,8 @@ Sizes: N sequences, H heads, T tokens.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from ...varlen import Spans
 from .plan import Draft
@@ -31,6 +34,17 @@ def parts(problem, device) -> list[tuple[int, int]]:
     n = int(lengths.argmax())
     ranges = ((0, n), (n, n + 1), (n + 1, N))
     return [(first, stop) for first, stop in ranges if first < stop]
+
+
+def without_empty_ones(problem):
+    """The call without its sequences of no tokens, for each of which kernels would start blocks; the call itself, if
+    it has states of them."""
+    bounds, lengths = problem.spans.bounds, problem.spans.lengths
+    states = problem.initial_state or problem.output_final_state or "final_state" in problem.options
+    if states or not (problem.varlen and problem.op.state and lengths.any()) or lengths.all():
+        return problem
+    spans = Spans(np.append(bounds[:-1][lengths > 0], bounds[-1]))
+    return problem.replace(sizes=dict(problem.sizes) | {"N": spans.count}, spans=spans)
 
 
 def tokens(problem, first, stop) -> slice:
