@@ -105,7 +105,7 @@ def targets(instances):
 #                       sm_100  x3 12, float16 8
 #   value_gate/forward  sm_80   x3 SegmentState 16, bfloat16 SegmentState with float32 gates 52
 #                       sm_90   bfloat16 260, x3 96
-#                       sm_100  bfloat16 148, x3 SplitChannels 44
+#                       sm_100  bfloat16 148, x3 SplitChannels 52
 #   delta/kda_backward_chunks  sm_120  what it keeps of pairs, at 255 registers
 #   delta/backward_states  sm_80   256 channels, two writes, with outputs: once a chunk
 #                          sm_90   two writes 68, float32 16, both of 256 channels with outputs: once a chunk

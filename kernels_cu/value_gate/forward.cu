@@ -247,15 +247,18 @@ __global__ void __launch_bounds__(2 * BV,
         float* sums =
             args.sums + ((i64(b) * H + h) * shape.T + span.start + token + 2 * t) * shape.V + v_tile + column + g;
         const bool first = args.channel == 0, last = args.channel + BK >= shape.K;
+        // Calls f(number of o, its sum), for this lane's numbers that are inside.
+        const auto each_sum = [&](auto f) {
 #pragma unroll
-        for (int n = 0; n < NUM_SUBCHUNKS; ++n) {
+          for (int n = 0; n < NUM_SUBCHUNKS; ++n)
 #pragma unroll
-          for (int x = 0; x < 4; ++x) {
-            if (8 * n + 2 * t + (x & 1) >= rows || column + g + 8 * (x >> 1) >= columns) continue;
-            add_earlier_channels(o[n / 2][n % 2][x], sums[(x & 1) * shape.V + 8 * (x >> 1)], first, last);
-          }
-          sums += 8 * shape.V;
-        }
+            for (int x = 0; x < 4; ++x)
+              if (8 * n + 2 * t + (x & 1) < rows && column + g + 8 * (x >> 1) < columns)
+                f(o[n / 2][n % 2][x], sums[(8 * n + (x & 1)) * shape.V + 8 * (x >> 1)]);
+        };
+        // All are read before one is written: else each read would wait for the write before it.
+        if (!first) each_sum([](float& o, float sum) { o += sum; });
+        if (!last) each_sum([](float o, float& sum) { sum = o; });
         if (!last) continue;
       }
       // From here on the warp's outputs are stored: over its values in shared memory, and from there to memory.
