@@ -156,6 +156,7 @@ def delta_rules():
             backward = dict.fromkeys(delta.DeltaRecurrentBackward.fitting(rule, T, G, size, room) for room in rooms)
             yield from (replace(kernel, outputs=outputs) for kernel in backward for outputs in (True, False))
             yield from (delta.DeltaStep(rule, T, G, S, size, BV) for S, BV in product(FLOATS, delta.DeltaStep.WIDTHS))
+        yield from (delta.DeltaStep(rule, T, G, S, *delta.DeltaStep.FEW) for S in FLOATS if S != DOUBLE)
     for (T, G), rule, size in product(GATES, (delta.GATED_DELTA, delta.KDA, delta.DPLR), gated.SMALL_SIZES):
         for walk in (delta.DeltaSmallForward, delta.DeltaSmallBackward):
             yield from (walk(rule, T, G, size, outputs) for outputs in (True, False))

@@ -316,8 +316,9 @@ def delta_rules(rng, run, as_older, as_filled):
     yield run(rwkv7, *arrays)
     yield run(backward, rwkv7, *arrays)
     for op, declared, state_dtype in zip(RULE_STEPS, DELTA_RULE_STEPS, cycle((SINGLE, BFLOAT16)), strict=False):
-        state = rng.standard_normal((3, 2, 64, 70)).astype(state_dtype)
-        yield run(op, *draw(declared, rng, {"B": 2, "H": 2, "K": 64, "V": 70}, BFLOAT16), state, slots=[2, 0])
+        for K, V in ((64, 70), (3, 130)):
+            state = rng.standard_normal((3, 2, K, V)).astype(state_dtype)
+            yield run(op, *draw(declared, rng, {"B": 2, "H": 2, "K": K, "V": V}, BFLOAT16), state, slots=[2, 0])
 
 
 def steps_of_several(rng, run):

@@ -21,6 +21,7 @@ SHAPES = {
     "K1-V1": (3, 4, 1, 1),  # several, as one score alone may cancel
     "wide": (2, 2, 100, 60),
     "two-tiles": (1, 2, 70, 72),
+    "few-channels": (2, 2, 3, 131),
     "D256": (1, 1, 256, 256),
 }
 
@@ -68,7 +69,7 @@ def check(backend, op, shape, dtype, state_dtype, rng, gate="logsigmoid", gate_d
 @pytest.mark.pairwise
 @pytest.mark.parametrize("state_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("V", (8, 24))  # delta rules have blocks of 16 columns, and of 64
+@pytest.mark.parametrize("V", (8, 24, 136))  # delta rules have blocks of 16 columns, of 64, and of 128
 def test_dtypes(backend, op, V, dtype, state_dtype, rng):
     check(backend, op, (1, 2, 16, V), DTYPES[dtype], DTYPES[state_dtype], rng)
 

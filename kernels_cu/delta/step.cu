@@ -11,7 +11,8 @@
 // barriers  two: the token is in shared memory | so are the parts, and the token's scalars
 // numerics  float32, for every type of the stored state; float64 if the state or the data are float64
 // source    Yang et al., 2024 (2412.06464), eq. 10; Kimi Team, 2025 (2510.26692), eq. 1; Peng et al., 2025 (2503.14456)
-// limits    K <= BK; BK of 64, 128, 256, BV of 16, 64; the last axis of every array is contiguous (has_rows in plan.py)
+// limits    K <= BK; BK of 64, 128, 256 and BV of 16, 64, or 16 and 128; the last axis of every array is contiguous
+//           (has_rows in plan.py)
 // tests     test_steps (slots; states that are slices or not aligned16; fewer heads of keys, of length 1); test_compile
 //           (STEP_BLOCKS: no spills)
 //

@@ -468,6 +468,7 @@ class DeltaStep(StepKernel):
     shared_memory = ("Shared<{rule}, {real}, {BK}, {BV}>",)
     threads = 256
     WIDTHS: ClassVar[tuple[int, ...]] = (16, 64)  # the possible BV
+    FEW: ClassVar[tuple[int, int]] = (16, 128)  # or BK and BV of few channels, whose numbers have 4 bytes at most
     rule: str
     dtype: np.dtype
     gate: np.dtype
@@ -478,6 +479,8 @@ class DeltaStep(StepKernel):
     @classmethod
     def fitting(cls, *instance, K, V):
         """The instance for states of K channels and V columns. `instance`: its other template arguments."""
+        if K <= cls.FEW[0] and V > cls.WIDTHS[-1] and instance[-1] != DOUBLE:
+            return cls(*instance, *cls.FEW)
         return cls(*instance, channels(K), cls.WIDTHS[V > cls.WIDTHS[0]])
 
 
