@@ -91,7 +91,7 @@ template <typename T, int K, int V, bool CAPPED> struct alignas(1024) Shared {
   static_assert((K == 64 || K == 128 || K == 192) && (V == 64 || V == 128) && V <= K);
   static constexpr int WARPGROUPS = K == 64 && !CAPPED ? 3 : 2, QUERIES = 64 * WARPGROUPS, KEY_STAGES = K == 64 ? 4 : 2;
   static constexpr int KEYS = K > 128 ? 96 : 128, QUERY_STAGES = K > 128 ? 2 : 3;
-  // Sizes that fit into 227 KiB, a block's most (shared_memory.json has the bytes).
+  // So many that Shared fits into shared memory.
   static_assert(QUERY_STAGES >= 2, "a tile's o is stored after the next tile's scores have begun");
   Tile<T, K, QUERIES> q[QUERY_STAGES];
   Tile<T, K, KEYS> k[KEY_STAGES];
@@ -208,12 +208,13 @@ __device__ __forceinline__ void consume(Memory& s, const Args<T>& args) {
   // and so as many turns: one that left the loop alone would keep the next one waiting for ever. The first scores,
   // before the loop, and the last product with v, after it, wait for no turn. Warpgroup 2 passes the first turn to
   // warpgroup 0 before the loop; no warpgroup takes the turn that it passes last, and the barrier ends with the block.
-  // 256: the threads of the warpgroup that takes a turn and of the one that passes it.
+  constexpr int TURN_THREADS = 2 * 128;  // of the warpgroup that takes a turn and of the one that passes it
   auto take_turn = [&] {
-    if (TURNS) named_barrier_sync(FIRST_TURN_BARRIER + warpgroup, 256);
+    if (TURNS) named_barrier_sync(FIRST_TURN_BARRIER + warpgroup, TURN_THREADS);
   };
   auto pass_turn = [&] {
-    if (TURNS) named_barrier_arrive(FIRST_TURN_BARRIER + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), 256);
+    if (TURNS)
+      named_barrier_arrive(FIRST_TURN_BARRIER + (warpgroup + 1 == WARPGROUPS ? 0 : warpgroup + 1), TURN_THREADS);
   };
   auto begin_tile = [&](const Work& work) {
     first_tile = warp_uniform(work.first_tile), tiles_left = warp_uniform(work.tiles) - 1;
@@ -327,6 +328,7 @@ template <typename T, int K, int V, bool CAPPED>
 __global__ void __launch_bounds__(128 * Shared<T, K, V, CAPPED>::WARPGROUPS + 128, 1)
     softmax_sm90_forward(const __grid_constant__ Args<T> args) {
   using Memory = Shared<T, K, V, CAPPED>;
+  static_assert(sizeof(Memory) <= 227 * 1024, "a block's most shared memory");
   Memory& s = *reinterpret_cast<Memory*>(dynamic_smem());
   constexpr int WARPS = 4 * Memory::WARPGROUPS;  // that consume
   if (threadIdx.x == 0) {
