@@ -201,6 +201,28 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     release_slots(stages);
   }
 
+  // Adds the products of the next stages of weights with the `count` numbers of a vector that lanes have in x.
+  __device__ __forceinline__ void multiply_in_registers(Sums& sums, const Operands* x, int count) {
+#pragma unroll
+    for (int n = 0; n < VECTOR_STAGES; n += GROUP) {  // n: a stage
+      if ((n + GROUP - 1) * Lane<T>::STAGE < count) multiply_slots<GROUP>(sums, x + n);
+      else if (n * Lane<T>::STAGE < count) multiply_slots<1>(sums, x + n);
+    }
+  }
+  // The same with the numbers of the staging area from number k on, of which x takes GROUP stages at a time.
+  __device__ __forceinline__ void multiply_staged(Sums& sums, Operands* x, int vector, int pitch, int count, int k) {
+#pragma unroll 1
+    for (; k + (GROUP - 1) * Lane<T>::STAGE < count; k += GROUP * Lane<T>::STAGE) {
+      Block::template load_stages<GROUP>(x, vector, pitch, count, k);
+      multiply_slots<GROUP>(sums, x);
+    }
+#pragma unroll 1
+    for (; k < count; k += Lane<T>::STAGE) {
+      Block::template load_stages<1>(x, vector, pitch, count, k);
+      multiply_slots<1>(sums, x);
+    }
+  }
+
   // Adds a lane's sums to its totals. Sums i are of column 2 t + i % 2 of the product, t = lane % 4: with digits, of
   // digit number `column`, which is worth 256^column units. Columns from 4 on are not used. The unit differs between
   // the numbers that are staged at a time.
@@ -273,25 +295,8 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
           Block::template load_stages<HELD_STAGES>(first, vector, staged, count, 0);
           multiply_by<HELD_STAGES>(sums, held, first);
         }
-        if (in_registers) {
-#pragma unroll
-          for (int n = 0; n < VECTOR_STAGES; n += GROUP) {  // n: a stage
-            if ((n + GROUP - 1) * Lane<T>::STAGE < count) multiply_slots<GROUP>(sums, x + n);
-            else if (n * Lane<T>::STAGE < count) multiply_slots<1>(sums, x + n);
-          }
-        } else {
-          int k = held_first ? HELD_STAGES * Lane<T>::STAGE : 0;
-#pragma unroll 1
-          for (; k + (GROUP - 1) * Lane<T>::STAGE < count; k += GROUP * Lane<T>::STAGE) {
-            Block::template load_stages<GROUP>(x, vector, staged, count, k);
-            multiply_slots<GROUP>(sums, x);
-          }
-#pragma unroll 1
-          for (; k < count; k += Lane<T>::STAGE) {
-            Block::template load_stages<1>(x, vector, staged, count, k);
-            multiply_slots<1>(sums, x);
-          }
-        }
+        if (in_registers) multiply_in_registers(sums, x, count);
+        else multiply_staged(sums, x, vector, staged, count, held_first ? HELD_STAGES * Lane<T>::STAGE : 0);
         // With digits after each part of the vector, whose unit is its own. Otherwise once, after the last part.
         if (DIGITS || start + staged >= K) add_sums(totals, sums, vector);
       }
@@ -306,7 +311,30 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
     }
   }
 
-  // The same for the finishing warp: adds the warps' sums of each tile, with one or two lanes a row, and stores the
+  // The sum of row `lane` % ROWS of the tile in a place of s.tile_sums over warps and terms, by LANES lanes.
+  __device__ __forceinline__ float sum_of_row(int buffer, int lane) const {
+    float sums[TERMS][WARPS / LANES], sum = 0.f;
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term)
+#pragma unroll
+      for (int warp = 0; warp < WARPS / LANES; warp += 4) {
+        const int first = lane / ROWS % LANES * (WARPS / LANES) + warp;
+        const float4 four = load4(&s.tile_sums[buffer][term][lane % ROWS][first]);
+        sums[term][warp] = four.x, sums[term][warp + 1] = four.y;
+        sums[term][warp + 2] = four.z, sums[term][warp + 3] = four.w;
+      }
+#pragma unroll
+    for (int warp = 0; warp < WARPS / LANES; ++warp) {
+      float all = 0.f;
+#pragma unroll
+      for (int term = 0; term < TERMS; ++term) all += sums[term][warp];
+      sum += all;
+    }
+    if (LANES > 1) sum += __shfl_xor_sync(0xffffffffu, sum, ROWS);
+    return sum;
+  }
+
+  // `products` for the finishing warp: adds the warps' sums of each tile, with one or two lanes a row, and stores the
   // results.
   __device__ __forceinline__ void finish_products(i64 layer, int phase) {
     const Tiles tiles = s.tiles[phase];
@@ -332,24 +360,7 @@ template <class Version, typename T, typename S, int STAGES> struct DecodeLayers
       }
       const SumsPlace place = place_of(tile_count);
       mbarrier_wait(s.summed[place.buffer], place.parity);
-      float sums[TERMS][WARPS / LANES], sum = 0.f;
-#pragma unroll
-      for (int term = 0; term < TERMS; ++term)
-#pragma unroll
-        for (int warp = 0; warp < WARPS / LANES; warp += 4) {
-          const int first = m / ROWS % LANES * (WARPS / LANES) + warp;
-          const float4 four = load4(&s.tile_sums[place.buffer][term][m % ROWS][first]);
-          sums[term][warp] = four.x, sums[term][warp + 1] = four.y;
-          sums[term][warp + 2] = four.z, sums[term][warp + 3] = four.w;
-        }
-#pragma unroll
-      for (int warp = 0; warp < WARPS / LANES; ++warp) {
-        float all = 0.f;
-#pragma unroll
-        for (int term = 0; term < TERMS; ++term) all += sums[term][warp];
-        sum += all;
-      }
-      if (LANES > 1) sum += __shfl_xor_sync(0xffffffffu, sum, ROWS);
+      const float sum = sum_of_row(place.buffer, m);
       mbarrier_arrive(s.taken[place.buffer]);
       if (m < ROWS) finish_row(layer, phase, tile, input, m, fmaf(gate, scale * sum, before), number(xx[0]));
     }
