@@ -125,14 +125,44 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
     }
   }
 
+  // Waits for the openings' products with their first matrices, and stores them in `low`, in shared memory.
+  __device__ __forceinline__ void take_low(float* low) const {
+    constexpr int NEIGHBOURS = Layers::NEIGHBOURS;
+    const int R = padded_rank();
+#pragma unroll 1
+    for (int n = NEIGHBOURS * tid; n < OPENINGS * R; n += NEIGHBOURS * THREADS) {
+      if (n % R >= tiles_of(args.rank(n / R)) * ROWS) continue;
+      Word found[1][NEIGHBOURS];
+      const Word* const neighbours[1] = {args.low + n};
+      take_words(found, neighbours, epoch);
+#pragma unroll
+      for (int i = 0; i < NEIGHBOURS; ++i) low[n + i] = number(found[0][i]);
+    }
+  }
+
+  // The token of the thread's channel of the head that begins at channel `at`, from the openings' sums. first_v: of layer 0;
+  // first_value: what it holds in a later layer.
+  __device__ __forceinline__ Token token_of(const float (&opened)[OPENINGS], i64 layer, int at, int channel,
+                                            float* first_v, float first_value) const {
+    const float decay = decay_of(-DECAY_SCALE * sigmoid(opened[DECAY])), share = sigmoid(opened[SHARE]);
+    Word words[3];
+    const Word* from[3];
+#pragma unroll
+    for (int n = 0; n < 3; ++n) from[n] = args.vkr_out + n * D + at + channel;
+    take_words(words, from, epoch);
+    float v = number(words[0]);
+    if (layer > 0) v = fmaf(first_value - v, share, v);
+    else *first_v = v;
+    return {number(words[1]), v, number(words[2]), decay, sigmoid(opened[RATE]), opened[GATE]};
+  }
+
   // The phase TIME_MIX: computes y. A unit of work is a head; a thread has four columns of its state and every (4
   // THREADS / N)-th row, and, below N, a channel of its vectors. The openings' products are computed before v, k and r
   // are there, which come last.
   __device__ __forceinline__ void compute(i64 layer, int) {
-    constexpr int NEIGHBOURS = Layers::NEIGHBOURS;
     HeadScratch& scratch = *reinterpret_cast<HeadScratch*>(staging);
     float* const low = reinterpret_cast<float*>(&scratch + 1);
-    const int N = int(args.N), H = int(args.H), R = padded_rank();
+    const int N = int(args.N), H = int(args.H);
 #pragma unroll 1
     for (int h = blockIdx.x; h < H; h += gridDim.x) {
       const int at = h * N, channel = min(tid, N - 1);  // at: the head's first channel
@@ -148,15 +178,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
       float* const first_v = args.first_v + at + channel;
       const float first_value = layer > 0 ? *first_v : 0.f;
       if (h != blockIdx.x) sync();  // the previous head's numbers have been read
-#pragma unroll 1
-      for (int n = NEIGHBOURS * tid; n < OPENINGS * R; n += NEIGHBOURS * THREADS) {
-        if (n % R >= tiles_of(args.rank(n / R)) * ROWS) continue;
-        Word found[1][NEIGHBOURS];
-        const Word* const neighbours[1] = {args.low + n};
-        take_words(found, neighbours, epoch);
-#pragma unroll
-        for (int i = 0; i < NEIGHBOURS; ++i) low[n + i] = number(found[0][i]);
-      }
+      take_low(low);
       sync();  // `low` is in shared memory
       sum_openings(scratch, low, rows, place, layer, at, N);
       const StatePart part(state, N, tid, HOLDS_ROWS);
@@ -171,18 +193,7 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
             opened[opening] += scratch.group_sums[opening][group * N + channel];
       sync();  // the openings' sums have been read, which the token overwrites
       Token token = {};
-      if (tid < N) {
-        const float decay = decay_of(-DECAY_SCALE * sigmoid(opened[DECAY])), share = sigmoid(opened[SHARE]);
-        Word words[3];
-        const Word* from[3];
-#pragma unroll
-        for (int n = 0; n < 3; ++n) from[n] = args.vkr_out + n * D + at + channel;
-        take_words(words, from, epoch);
-        float v = number(words[0]);
-        if (layer > 0) v = fmaf(first_value - v, share, v);
-        else *first_v = v;
-        token = {number(words[1]), v, number(words[2]), decay, sigmoid(opened[RATE]), opened[GATE]};
-      }
+      if (tid < N) token = token_of(opened, layer, at, channel, first_v, first_value);
       time_mix_head(scratch.of_token, part, state, N, tid, own, token, float(args.group_eps),
                     [&](int n, float y) { put_word(args.y + at + n, y, epoch); });
     }
