@@ -78,6 +78,42 @@ template <class Rule, typename R, int BK, int BV> struct Shared {
   R a[Rule::own_erasure ? TOKENS : 1][Rule::own_erasure ? BK : 16 / sizeof(R)], v[TOKENS][BV];
   R parts[WARPS][2][BV], sums[2][BV];           // of a token: [0]: S'^T k, or S_(t-1)^T a; [1]: S'^T q, or S_(t-1)^T q
   R beta[TOKENS], weights[KEYS<Rule>][TOKENS];  // weights: q . k (BeforeWrite: q . diag(bonus) k) and q . b
+
+  // Divides q and k of token t by their lengths; by a warp.
+  __device__ __forceinline__ void normalise(int t, int lane) {
+    R qq = 0, kk = 0;  // |q|^2 and |k|^2, then the inverse lengths
+    for (int c = lane; c < BK; c += 32) qq = fma(q[t][c], q[t][c], qq), kk = fma(keys[0][t][c], keys[0][t][c], kk);
+    qq = inverse_root(sum_over_lanes<32>(qq) + R(LEAST_SQUARE));
+    kk = inverse_root(sum_over_lanes<32>(kk) + R(LEAST_SQUARE));
+    for (int c = lane; c < BK; c += 32) q[t][c] *= qq, keys[0][t][c] *= kk;
+  }
+  // Stores the weights of token t; by a warp. bonus: the head's.
+  __device__ __forceinline__ void put_weights(int t, int lane, int K, const R* bonus) {
+#pragma unroll
+    for (int n = 0; n < KEYS<Rule>; ++n) {
+      R weight = 0;
+      for (int c = lane; c < K; c += 32) {
+        R key = keys[n][t][c];
+        if constexpr (HAS_BONUS<Rule>) key *= bonus[c];
+        weight = fma(q[t][c], key, weight);
+      }
+      weight = sum_over_lanes<32>(weight);
+      if (lane == 0) weights[n][t] = weight;
+    }
+  }
+  // Adds the warps' parts: `which` of a column.
+  __device__ __forceinline__ void add_parts(int which, int column) {
+    R sum = 0;
+#pragma unroll
+    for (int n = 0; n < WARPS; ++n) sum += parts[n][which][column];
+    sums[which][column] = sum;
+  }
+  // A column of token t's u (n = 0) or p (n = 1), from its sums.
+  __device__ __forceinline__ R written(int t, int n, int column) const {
+    if constexpr (!ERASES<Rule>) return v[t][column];
+    else if constexpr (Rule::own_erasure) return n ? sums[0][column] : v[t][column];
+    else return beta[t] * (v[t][column] - sums[0][column]);
+  }
 };
 
 // T: the type of q, k, v, a, b and o; G: that of g and beta; S: that of the stored state. R, the type of the
@@ -161,25 +197,8 @@ __global__ void __launch_bounds__(THREADS_OF<Wider<T, S>, BK>, 1) recurrent_step
 
     // Each warp has tokens: it divides q and k by their lengths, and computes weights.
     for (int t = warp; t < tokens; t += BLOCK_WARPS) {
-      if (args.normalized) {
-        R qq = 0, kk = 0;  // |q|^2 and |k|^2, then the inverse lengths
-        for (int c = lane; c < BK; c += 32)
-          qq = fma(s.q[t][c], s.q[t][c], qq), kk = fma(s.keys[0][t][c], s.keys[0][t][c], kk);
-        qq = inverse_root(sum_over_lanes<32>(qq) + R(LEAST_SQUARE));
-        kk = inverse_root(sum_over_lanes<32>(kk) + R(LEAST_SQUARE));
-        for (int c = lane; c < BK; c += 32) s.q[t][c] *= qq, s.keys[0][t][c] *= kk;
-      }
-#pragma unroll
-      for (int n = 0; n < KEYS<Rule>; ++n) {
-        R weight = 0;
-        for (int c = lane; c < K; c += 32) {
-          R key = s.keys[n][t][c];
-          if constexpr (HAS_BONUS<Rule>) key *= args.bonus[h * args.K + c];
-          weight = fma(s.q[t][c], key, weight);
-        }
-        weight = sum_over_lanes<32>(weight);
-        if (lane == 0) s.weights[n][t] = weight;
-      }
+      if (args.normalized) s.normalise(t, lane);
+      s.put_weights(t, lane, K, args.bonus + h * args.K);
     }
     for (int t = 0; t < accepted; ++t) {  // applies the accepted tokens to the state
 #pragma unroll
@@ -236,24 +255,13 @@ __global__ void __launch_bounds__(THREADS_OF<Wider<T, S>, BK>, 1) recurrent_step
         if (lane < LANES) s.parts[warp][0][column + i] = erased[i], s.parts[warp][1][column + i] = read[i];
       }
       __syncthreads();  // all warps' parts are in shared memory
-      if (const int which = threadIdx.x / BV, c = threadIdx.x % BV; which < 2) {
-        R sum = 0;
-#pragma unroll
-        for (int n = 0; n < BLOCK_WARPS; ++n) sum += s.parts[n][which][c];
-        s.sums[which][c] = sum;
-      }
+      if (const int which = threadIdx.x / BV; which < 2) s.add_parts(which, threadIdx.x % BV);
       __syncthreads();  // their sums are in shared memory
-      // Column c of u (n = 0) or p (n = 1).
-      const auto added = [&](int n, int c) {
-        if constexpr (!ERASES<Rule>) return s.v[t][c];
-        else if constexpr (Rule::own_erasure) return n ? s.sums[0][c] : s.v[t][c];
-        else return s.beta[t] * (s.v[t][c] - s.sums[0][c]);
-      };
 #pragma unroll
       for (int m = 0; m < KEYS<Rule>; ++m) {
         R columns[LANE_COLUMNS];
 #pragma unroll
-        for (int i = 0; i < LANE_COLUMNS; ++i) columns[i] = added(m, column + i);
+        for (int i = 0; i < LANE_COLUMNS; ++i) columns[i] = s.written(t, m, column + i);
 #pragma unroll
         for (int n = 0; n < LANE_CHANNELS; ++n)
 #pragma unroll
@@ -264,8 +272,8 @@ __global__ void __launch_bounds__(THREADS_OF<Wider<T, S>, BK>, 1) recurrent_step
         R o = s.sums[1][c];
 #pragma unroll
         for (int n = 0; n < KEYS<Rule>; ++n) {
-          o = fma(s.weights[n][t], added(n, c), o);
-          pending(t)[columns_offset + n * V + first_column + c] = added(n, c);
+          o = fma(s.weights[n][t], s.written(t, n, c), o);
+          pending(t)[columns_offset + n * V + first_column + c] = s.written(t, n, c);
         }
         args.o.row(b, h, t)[first_column + c] = narrowed<T>(FloatOrDouble<T>(R(args.scale) * o));
       }
