@@ -147,6 +147,32 @@ def test_cublas_reads_matrices_and_transposed_ones(rng, monkeypatch):
             np.testing.assert_allclose(y, 2 * (a @ b), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_fastest_algorithm_of_a_large_product(card, rng, monkeypatch, dtype):
+    """All have the same bits; the next product of the shape takes it, and may be added."""
+    import cupy
+
+    from linattn_np.backends.cupy import blas_lt
+
+    monkeypatch.setattr(blas_lt, "LEAST", 1)
+    monkeypatch.setattr(blas_lt, "CHOSEN", {})
+    a, b = rng.standard_normal((2, 128, 256)), rng.standard_normal((2, 256, 64))
+    a, b = (cupy.asarray(x.astype(np.float32)).astype(np.dtype(dtype)) for x in (a, b))
+    exact = cupy.asnumpy(a).astype(float) @ cupy.asnumpy(b).astype(float)
+    for left in (a, a.swapaxes(1, 2).copy().swapaxes(1, 2)):
+        for right in (b, b.swapaxes(1, 2).copy().swapaxes(1, 2)):
+            y, products = cupy.full((2, 128, 64), np.nan, np.float32), blas_lt.CublasLt()
+            for times in (1, 1, 2):
+                products.product(left, right, y, add=times == 2)
+                np.testing.assert_allclose(cupy.asnumpy(y), times * exact, atol=1e-3)
+            (description, layouts, _), found = blas_lt.CHOSEN.popitem()[1], []
+            for proposal in products.proposals(description, layouts, 0):
+                products.run(description, layouts, proposal, left, right, y, False)
+                found.append((products.split(proposal), cupy.asnumpy(y)))
+            for numbers in [numbers for split, numbers in found if split == found[0][0]]:
+                np.testing.assert_array_equal(numbers, found[0][1])
+
+
 # -- parameters -------------------------------------------------------------------------------------------------------
 def test_a_tree_is_views_of_every_element():
     layout = Layout(Layout.sizes_of(layers=2, width=16, head_size=8))

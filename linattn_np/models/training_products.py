@@ -25,10 +25,11 @@ class CudaProducts:
     it."""
 
     def __init__(self, dtype):
+        from ..backends.cupy.blas_lt import CublasLt
         from ..backends.cupy.device import CupyDevice
 
         self.dtype, self.device = np.dtype(dtype), CupyDevice()
-        self.product = self.device.cublas.product
+        self.product = CublasLt().product
 
     def cast(self, x):
         """`x` in the dtype of products."""

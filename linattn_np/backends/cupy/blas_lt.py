@@ -1,0 +1,136 @@
+"""Large matrix products by cuBLASLt, each by the fastest of the algorithms that it proposes. Where sums are short,
+cuBLAS itself takes tiles so large that their stores do not hide behind the next tiles' sums."""
+
+import ctypes
+from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from math import prod
+from statistics import median
+
+from .blas import COMPUTE_32F, Cublas, operand
+from .kernel import HALF
+
+LEAST = 1 << 32  # multiplications of a product that is measured
+PROPOSALS, ROUNDS = 8, 9  # the most algorithms; how often each of them is measured
+CUDA_R_32F = 0  # of cudaDataType
+TRANS_A, TRANS_B = 3, 4  # of cublasLtMatmulDescAttributes_t
+BATCH_COUNT, BATCH_STRIDE = 5, 6  # of cublasLtMatrixLayoutAttribute_t
+MOST_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)  # of cublasLtMatmulPreferenceAttributes_t: bytes, those of a, b, c and d
+SPLIT_K = 2  # of cublasLtMatmulAlgoConfigAttributes_t
+ALIGNED = 16  # bytes to which a product's arrays are aligned
+CHOSEN: dict = {}  # (device, shapes, strides, dtypes) -> what `CublasLt.choose` returns
+
+
+class Proposal(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = [
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("status", c_int32),
+        ("waves", c_float),
+        ("reserved", c_int32 * 4),
+    ]
+
+
+class CublasLt(Cublas):
+    """`Cublas`, with `product` by cuBLASLt for large products in half precision: the first one of a shape measures."""
+
+    def __init__(self):
+        super().__init__()
+        import cupy
+
+        self.cupy, self.device = cupy, cupy.cuda.runtime.getDevice()
+        self.lt = ctypes.CDLL(f"libcublasLt.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
+        self.lt_handle = self.made("cublasLtCreate")
+
+    def product(self, a, b, y, add: bool = False):
+        """As `Cublas.product`."""
+        large = a.dtype in HALF and prod(a.shape) * b.shape[2] >= LEAST
+        if not large or any(x.data.ptr % ALIGNED for x in (a, b, y)):
+            return super().product(a, b, y, add)
+        key = self.device, *((x.shape, x.strides, x.dtype) for x in (a, b, y))
+        if key not in CHOSEN:
+            if add or self.current_stream().is_capturing():
+                return super().product(a, b, y, add)
+            CHOSEN[key] = self.choose(a, b, y)
+        description, layouts, proposal = CHOSEN[key]
+        self.run(description, layouts, proposal, a, b, y, add)
+
+    def choose(self, a, b, y):
+        """(the product's description, the matrices' layouts, the fastest algorithm): all make the product. They divide
+        the sums as cuBLASLt's first choice does, so that they have the same bits."""
+        (op_a, a_layout), (op_b, b_layout), (_, y_layout) = map(self.layout, (a, b, y))
+        description = self.made("cublasLtMatmulDescCreate", COMPUTE_32F, CUDA_R_32F)
+        # y^T = b^T a^T, see `Cublas.prepared`
+        for name, operation in ((TRANS_A, op_b), (TRANS_B, op_a)):
+            self.set("cublasLtMatmulDescSetAttribute", description, name, c_int32(operation))
+        layouts = b_layout, a_layout, y_layout
+        proposals = self.proposals(description, layouts, self.workspace_for(prod(y.shape)))
+        splits = [self.split(one) for one in proposals]
+        proposals = [one for one, split in zip(proposals, splits) if split == splits[0]]
+        times: list[list] = [[] for _ in proposals]
+        for _ in range(ROUNDS):
+            for one, own in zip(proposals, times):
+                events = [self.cupy.cuda.Event() for _ in range(2)]
+                events[0].record()
+                self.run(description, layouts, one, a, b, y, False)
+                events[1].record()
+                own.append(events)
+        events[1].synchronize()
+        taken = [median(self.cupy.cuda.get_elapsed_time(*pair) for pair in own) for own in times]
+        return description, layouts, proposals[taken.index(min(taken))]
+
+    def layout(self, x):
+        """(how cuBLASLt is to read x [C, rows, columns], its layout), as `operand`."""
+        operation, (_, dtype, leading, stride) = operand(x)
+        count, *sizes = x.shape
+        rows, columns = sizes if operation else sizes[::-1]  # of the matrix by columns
+        layout = self.made("cublasLtMatrixLayoutCreate", dtype, c_uint64(rows), c_uint64(columns), c_int64(leading))
+        for name, value in ((BATCH_COUNT, c_int32(count)), (BATCH_STRIDE, c_int64(stride.value))):
+            self.set("cublasLtMatrixLayoutSetAttribute", layout, name, value)
+        return operation, layout
+
+    def proposals(self, description, layouts, workspace):
+        """The algorithms that cuBLASLt proposes with such a workspace, in its order."""
+        preference = self.made("cublasLtMatmulPreferenceCreate")
+        wanted = [(MOST_WORKSPACE, c_uint64(workspace)), *((name, c_uint32(ALIGNED)) for name in ALIGNMENTS)]
+        for name, value in wanted:
+            self.set("cublasLtMatmulPreferenceSetAttribute", preference, name, value)
+        found, count = (Proposal * PROPOSALS)(), c_int32()
+        matrices = *layouts, layouts[-1]
+        arguments = self.lt_handle, description, *matrices, preference, PROPOSALS, found, byref(count)
+        self.call_lt("cublasLtMatmulAlgoGetHeuristic", *arguments)
+        return list(found[: count.value])
+
+    def split(self, proposal):
+        """Into how many parts an algorithm divides the sums."""
+        split, written = c_int32(), c_size_t()
+        arguments = byref(proposal), SPLIT_K, byref(split), c_size_t(4), byref(written)
+        self.call_lt("cublasLtMatmulAlgoConfigGetAttribute", *arguments)
+        return split.value
+
+    def run(self, description, layouts, proposal, a, b, y, add):
+        """Enqueues a product on the current stream."""
+        (a_layout, b_layout, y_layout), to = layouts, c_void_p(y.data.ptr)
+        matrices = c_void_p(b.data.ptr), a_layout, c_void_p(a.data.ptr), b_layout
+        workspace = c_void_p(self.workspace.data.ptr), c_size_t(self.workspace.nbytes)
+        stream = c_void_p(self.current_stream().ptr)
+        factors = [byref(c_float(factor)) for factor in (1, add)]
+        result = factors[1], to, y_layout, to, y_layout
+        arguments = self.lt_handle, description, factors[0], *matrices, *result, byref(proposal), *workspace, stream
+        self.call_lt("cublasLtMatmul", *arguments)
+
+    def made(self, name, *arguments):
+        """What a function of cuBLASLt makes. It is kept as long as the process runs."""
+        result = c_void_p()
+        self.call_lt(name, byref(result), *arguments)
+        return result
+
+    def set(self, name, of, attribute, value):
+        """Sets an attribute."""
+        self.call_lt(name, of, attribute, byref(value), c_size_t(ctypes.sizeof(value)))
+
+    def call_lt(self, name, *arguments):
+        """Calls a function of cuBLASLt by its name; RuntimeError if it fails."""
+        if status := getattr(self.lt, name)(*arguments):
+            raise RuntimeError(f"{name} failed with cublasStatus_t {status}")
