@@ -46,11 +46,17 @@ template <typename X> __device__ __forceinline__ X* residual_of(X* x, i64 t, i64
   return x + t * D + 4 * threadIdx.x;
 }
 
-__device__ __forceinline__ EightFloats load_residual(const float* x, i64 t, i64 D) {
-  const float* from = residual_of(x, t, D);
-  const float4 low = load4(from), high = load4(from + D / 2);
-  return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
-}
+struct StoredResidual {
+  float4 low, high;
+
+  __device__ __forceinline__ void load(const float* x, i64 t, i64 D) {
+    const float* from = residual_of(x, t, D);
+    low = load4(from), high = load4(from + D / 2);
+  }
+  __device__ __forceinline__ EightFloats floats() const {
+    return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+  }
+};
 
 __device__ __forceinline__ void store_residual(float* to, i64 t, i64 D, const EightFloats& x) {
   to = residual_of(to, t, D);

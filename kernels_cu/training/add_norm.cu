@@ -45,47 +45,64 @@ template <typename T> struct Args {
   double eps;
 };
 
-// The kinds of change, of which the kernel's template argument is one. residual() returns channels j ... j + 7 of token
-// t's y; index: their place in [tokens, D]. dropped (training.cuh) makes some channels 0 and scales the others up; a
-// training step's backward pass draws the same ones.
-struct Added {
-  template <typename T>
-  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64 t, i64 index, i64) {
-    EightFloats change = load8(args.first + index), x = load_residual(args.x, t, args.D);
+// The kinds of change, of which the kernel's template argument is one. load() reads what residual() makes channels
+// j ... j + 7 of token t's y of; index: their place in [tokens, D]. dropped (training.cuh) makes some channels 0 and
+// scales the others up; a training step's backward pass draws the same ones.
+template <typename T> struct Added {
+  Stored<T> change;
+  StoredResidual x;
+
+  __device__ __forceinline__ void load(const Args<T>& args, i64 t, i64 j) {
+    change.load(args.first + t * args.D + j);
+    x.load(args.x, t, args.D);
+  }
+  __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64 index) const {
+    EightFloats change = this->change.floats(), y = x.floats();
     dropped(change, args.drop, index);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) x.x[n] += change.x[n];
-    return x;
+    for (int n = 0; n < 8; ++n) y.x[n] += change.x[n];
+    return y;
   }
 };
 
-struct Gated {
-  template <typename T>
-  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64 t, i64 index, i64) {
-    const EightFloats gate = load8(args.first + index);
-    EightFloats value = load8(args.value + index), x = load_residual(args.x, t, args.D);
+template <typename T> struct Gated {
+  Stored<T> gate, value;
+  StoredResidual x;
+
+  __device__ __forceinline__ void load(const Args<T>& args, i64 t, i64 j) {
+    gate.load(args.first + t * args.D + j);
+    value.load(args.value + t * args.D + j);
+    x.load(args.x, t, args.D);
+  }
+  __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64 index) const {
+    const EightFloats gate = this->gate.floats();
+    EightFloats value = this->value.floats(), y = x.floats();
     dropped(value, args.drop, index);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) x.x[n] = fmaf(UNIT_OF_SQUARES<T> * sigmoid(gate.x[n]), value.x[n], x.x[n]);
-    return x;
+    for (int n = 0; n < 8; ++n) y.x[n] = fmaf(UNIT_OF_SQUARES<T> * sigmoid(gate.x[n]), value.x[n], y.x[n]);
+    return y;
   }
 };
 
-struct Embedded {
-  template <typename T>
-  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64 t, i64 index, i64 j) {
+template <typename T> struct Embedded {
+  Stored<float> row;
+
+  __device__ __forceinline__ void load(const Args<T>& args, i64 t, i64 j) {
     // A row of token_ids has one token more than T, the last to predict.
-    EightFloats x = load8(args.table + args.token_ids[t + t / args.T_] * args.D + j);
-    dropped(x, args.drop, index);
-    return x;
+    row.load(args.table + args.token_ids[t + t / args.T_] * args.D + j);
+  }
+  __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64 index) const {
+    EightFloats y = row.floats();
+    dropped(y, args.drop, index);
+    return y;
   }
 };
 
-struct Kept {
-  template <typename T>
-  static __device__ __forceinline__ EightFloats residual(const Args<T>& args, i64 t, i64 index, i64) {
-    return load_residual(args.x, t, args.D);
-  }
+template <typename T> struct Kept {
+  StoredResidual x;
+
+  __device__ __forceinline__ void load(const Args<T>& args, i64 t, i64) { x.load(args.x, t, args.D); }
+  __device__ __forceinline__ EightFloats residual(const Args<T>&, i64) const { return x.floats(); }
 };
 
 template <int WARPS> struct Shared {
@@ -109,7 +126,7 @@ __device__ __forceinline__ float2 moments_of(const EightFloats& y, bool inside, 
 }
 
 // Launch bounds: registers for up to 512 threads of a multiprocessor; without a number the compiler spills some.
-template <typename T, int THREADS, class Change, int C>
+template <typename T, int THREADS, template <typename> class Change, int C>
 __global__ void __launch_bounds__(THREADS, 512 / THREADS) training_add_norm(const Args<T> args) {
   constexpr int WARPS = THREADS / 32;
   Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
@@ -118,11 +135,15 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) training_add_norm(cons
   const float inverse_D = 1.f / D, eps = float(args.eps);
   EightFloats weight = {}, bias = {};
   if (inside) weight = load8(args.weight + j), bias = load8(args.bias + j);
-  // xx of token t; stores y and moments if it is one of the block's.
+  Tokens token(TOKENS, args.tokens, args.T_);
+  Change<T> next = {};  // what has been read of the next token
+  // xx of token t, which has been read; reads the one after it, if that is one of the block's, and stores y and moments
+  // if t is one.
   const auto normed = [&](i64 t, bool in_block) {
     EightFloats x = {};
     if (inside) {
-      x = Change::residual(args, t, t * D + j, j);
+      x = next.residual(args, t * D + j);
+      if (t + 1 < token.last) next.load(args, t + 1, j);
       if (args.y && in_block) store_residual(args.y, t, D, x);
     }
     const float2 moments = moments_of(x, inside, inverse_D, eps, s);
@@ -131,9 +152,10 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) training_add_norm(cons
     for (int n = 0; n < 8; ++n) x.x[n] = fmaf((x.x[n] - moments.x) * moments.y, weight.x[n], bias.x[n]);
     return x;
   };
-  Tokens token(TOKENS, args.tokens, args.T_);
   EightFloats before = {};  // xx of the token before; 0 before a sequence's first
-  if (C > 0 && !token.starts()) before = normed(token.t - 1, false);
+  const bool reads_before = C > 0 && !token.starts();
+  if (inside && token.more()) next.load(args, token.t - reads_before, j);
+  if (reads_before) before = normed(token.t - 1, false);
   for (; token.more(); token.next()) {
     const i64 index = token.t * D + j;
     const EightFloats xx = normed(token.t, true);
