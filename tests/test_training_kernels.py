@@ -10,6 +10,7 @@ from planned import host
 from linattn_np import ContractError
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import rwkv6_training_kernels as kernels
+from linattn_np.backends.cupy.model_products import SquaredProduct
 from linattn_np.distributed import SequenceParallel, run_threads
 from linattn_np.models import RWKV6, RWKV7, training, training_steps
 from linattn_np.models.fine_tuning import Base, LowRank, States
@@ -113,6 +114,20 @@ def test_gradients_are_those_of_numpy(device, dtype, kind, rng):
     def draw():
         layout, vector, tokens = model(rng, kind=kind)
         return on_device(device, dtype, layout, vector, tokens), on_host(layout, vector, tokens), layout
+
+    mostly_close(draw, dtype)
+
+
+@pytest.mark.pairwise
+@versions
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_squares_where_their_product_is_made(hopper, dtype, kind, rng, monkeypatch):
+    """By one cluster, which has two tiles."""
+    monkeypatch.setattr(SquaredProduct, "clusters", staticmethod(lambda device: 1))
+
+    def draw():
+        layout, vector, tokens = model(rng, (3, 90), kind, layers=1)
+        return on_device(hopper, dtype, layout, vector, tokens), on_host(layout, vector, tokens), layout
 
     mostly_close(draw, dtype)
 

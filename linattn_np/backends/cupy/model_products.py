@@ -220,12 +220,19 @@ class SquaredProduct(ModelKernel):
 
     def launch(self, draft: Draft, w, x, y, device):
         """Adds the launch to a draft."""
-        blocks = min(self.tiles(w, x), self.clusters(device)) * self.blocks_per_cluster
+        draft.launch(self, self.blocks(w, x, device), **self.args(w, x, y))
+
+    def blocks(self, w, x, device):
+        """The blocks of a launch."""
+        return min(self.tiles(w, x), self.clusters(device)) * self.blocks_per_cluster
+
+    def args(self, w, x, y):
+        """The members of the argument struct."""
         maps = {
             name: TensorMap(array[None, None], SWIZZLED // array.dtype.itemsize, self.BOX, swizzled=True)
             for name, array in {"x": x, "w": w}.items()
         }
-        draft.launch(self, blocks, **maps, y=y, tokens=x.shape[0], M=w.shape[0], K=w.shape[1])
+        return {**maps, "y": y, "tokens": x.shape[0], "M": w.shape[0], "K": w.shape[1]}
 
 
 class WideProduct(ModelKernel):

@@ -14,11 +14,12 @@ A thread computes eight channels.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from .arguments import members, structs
+from .arguments import Packed, members, structs
 from .arithmetic import ceil_div
 from .kernel import Kernel
 
@@ -29,6 +30,7 @@ from .kernel import Kernel
 # sums of squares of the gradient; schedule: rate, 1 - rate decay and the corrections of both moments; clip: the largest
 # norm; matrices: how many numbers, from the first on, are in matrices, which decay and have a `copy` in T
 
+NO_ADDRESSES = np.zeros(0, np.int64)  # the words of a launch without a plan have them already
 WIDTHS = (32, 64, 96, 128, 192, 256)  # the possible THREADS of `TokenKernel`
 MOST_CHANNELS = 8 * WIDTHS[-1]  # the most D
 # Arguments that kernels share. tokens: those of all sequences; tokens_per_block: those that a block takes one after the
@@ -48,7 +50,15 @@ def width(D: int) -> int:
 def launch(device, kernel, blocks: int, /, **args):
     """Launches a kernel at once, without a plan; `args`: the members of its argument struct, arrays of the device as
     they are."""
-    device.launch(kernel, blocks, kernel.pack(**{name: address(device, value) for name, value in args.items()}))
+    packed = Packed(
+        kernel.arguments, kernel.complete({name: address(device, value) for name, value in args.items()}), {}
+    )
+    device.launch(kernel, blocks, packed.filled(NO_ADDRESSES, partial(encoded, device)))
+
+
+def encoded(device, tensor_map):
+    """The driver's CUtensorMap of a `TensorMap` of an array of the device."""
+    return device.tensor_map(tensor_map.array, tensor_map.columns, tensor_map.tokens, tensor_map.swizzled)
 
 
 def address(device, value):

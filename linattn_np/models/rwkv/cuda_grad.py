@@ -15,6 +15,7 @@ import numpy as np
 
 from ...backends.cupy import rwkv6_training_kernels as kernels
 from ...backends.cupy.arithmetic import ceil_div
+from ...backends.cupy.model_products import SquaredProduct
 from ...backends.cupy.plan import FLOAT32
 from ...backends.cupy.rwkv6_model_kernels import GatedNorm, LowActivations, ReluSquared, affine
 from ..single_process import WHOLE
@@ -283,6 +284,14 @@ class TrainingStep:
         kernel = ReluSquared(self.dtype, self.dtype)
         self.run_kernel(kernel, kernel.blocks(y.size), x=y, y=y, dy=dy, count=y.size)
         return y if dy is None else dy
+
+    def squared_product(self, x, w):
+        """relu(x w)^2."""
+        y, rows = self.empty(*x.shape[:-1], w.shape[-1]), transposed(w)
+        if squares := SquaredProduct.fitting(rows, x, self.device):
+            self.run_kernel(squares, squares.blocks(rows, x, self.device), **squares.args(rows, x, y))
+            return y
+        return self.relu_squared(self.product(x, w, y))
 
     def low_activations(self, y, dy=None, tanh_end=None, sigmoid=(0, 0)):
         """The activations between both matrices of products of low rank, in place, of y [tokens, columns]: tanh of the

@@ -85,7 +85,7 @@ class ChannelMix(Mix):
     def forward(self, mixed, xx, previous_xx, site):
         step, layer = self.step, self.layer
         self.previous_xx, self.mixed = previous_xx, mixed
-        self.hidden = step.relu_squared(step.product(self.mixed[0], layer.ffn_key))
+        self.hidden = step.squared_product(self.mixed[0], layer.ffn_key)
         gate = step.product(self.mixed[1], layer.ffn_receptance)
         return Change("Gated", gate, step.product(self.hidden, layer.ffn_value), site)
 

@@ -274,7 +274,7 @@ class ChannelMix(Mix):
     def forward(self, mixed, normed, previous_xx, site):
         step, layer = self.step, self.layer
         self.previous_xx, self.mixed = previous_xx, mixed
-        self.hidden = step.relu_squared(step.product(self.mixed, layer.ffn_key))
+        self.hidden = step.squared_product(self.mixed, layer.ffn_key)
         return Change("Added", self.times_unit(step.product(self.hidden, layer.ffn_value)), site=site)
 
     def pull(self, dchange, grads):
