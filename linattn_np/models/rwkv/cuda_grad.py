@@ -77,12 +77,14 @@ class Change:
     kind : "Added": ``first``; "Gated": ``sigmoid(first) * value``; "Embedded": the tokens' rows of the table ``first``;
         "Kept": nothing
     site : the index of the dropout that applies to the term: 0 for the embedding's, then one for each mix
+    stack : () or (n,): the gradient of `first` is the last one of so many arrays, of which the mix needs the others
     """
 
     kind: str
     first: Any = None
     value: Any = None
     site: int = 0
+    stack: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,10 @@ class Mix:
         """The weights of the plain mixes."""
         return getattr(self.layer, self.MIX)
 
+    def empty_mixes(self):
+        """An array for the plain mixes."""
+        return self.step.empty(*self.maa.shape[:-1], self.step.tokens, self.step.D)
+
     def forward(self, mixed, normed, previous_xx, site) -> Change:
         """The term of the residual, from the plain mixes [n, tokens, D] (of one mix [tokens, D]), what it `TAKES` of
         the normed input [tokens, TAKES D] or None, and `TrainingStep.previous_rank_xx`."""
@@ -131,7 +137,8 @@ class Mix:
     def pull(self, dchange, grads) -> InputGradients:
         """The gradients of the inputs; those of the layer's weights are written to `grads`.
 
-        dchange : the gradients of the arrays of `forward`'s result, a list of one, or of two for a "Gated" change
+        dchange : the gradients of the arrays of `forward`'s result, a list of one, or of two for a "Gated" change; or
+            a list of the change's `stack`
         """
         raise NotImplementedError
 
@@ -149,7 +156,7 @@ class Block:
     def forward(self, x, change):
         """(the residual x + `change`, the mix's `Change`, which the next norm adds)."""
         step, maa, takes = self.step, self.mix.maa, max(self.mix.TAKES, self.step.cut is not WHOLE)
-        self.x, self.moments, (normed, mixed) = step.add_norm(x, change, self.norm, maa, takes)
+        self.x, self.moments, (normed, mixed) = step.add_norm(x, change, self.norm, maa, takes, self.mix.empty_mixes())
         if not hasattr(self, "previous_xx"):  # else what another rank has sent before
             self.previous_xx = step.previous_rank_xx(normed[:, : step.D]) if takes else None
         if self.previous_xx is not None:
@@ -221,18 +228,18 @@ class TrainingStep:
         return self.product(dy, transposed(w), out)
 
     # -- forwards --
-    def add_norm(self, x, change, norm, maa=None, takes=1):
+    def add_norm(self, x, change, norm, maa=None, takes=1, mixed=None):
         """(y, moments, (normed, mixed)).
 
         y : the residual x + change
         moments : mean and 1 / deviation of the rows of y [tokens, 2]
         normed : what `takes`, a `Mix.TAKES`, says: None, the layer norm xx of y, or xx and d side by side
-        mixed : the mixes [n, tokens, D] by the weights maa [n, D] (of one mix [tokens, D], by [D]); None without maa
+        mixed : the mixes [n, tokens, D] by the weights maa [n, D] (of one mix [tokens, D], by [D]), in the array that
+            is given; None without maa
         """
         y = x if change.kind == "Kept" else self.empty(self.tokens, self.D, dtype=FLOAT32)
         moments = self.empty(self.tokens, 2, dtype=FLOAT32)
         normed = self.empty(self.tokens, takes * self.D) if takes else None
-        mixed = None if maa is None else self.empty(*maa.shape[:-1], self.tokens, self.D)
         embedded = change.kind == "Embedded"
         self.run_kernel(
             kernels.AddNorm(self.dtype, self.threads, change.kind, self.count_of_mixes(maa)),
@@ -286,7 +293,7 @@ class TrainingStep:
         return y if dy is None else dy
 
     def squared_product(self, x, w):
-        """relu(x w)^2."""
+        """relu(x w)^2, in the units of `relu_squared`; on Hopper by one kernel, if it keeps the card busy."""
         y, rows = self.empty(*x.shape[:-1], w.shape[-1]), transposed(w)
         if squares := SquaredProduct.fitting(rows, x, self.device):
             self.run_kernel(squares, squares.blocks(rows, x, self.device), **squares.args(rows, x, y))
@@ -309,10 +316,11 @@ class TrainingStep:
         self.run_kernel(kernel, self.blocks_of(kernel), low=low, decay=decay, w=w, count=low.size)
         return w
 
-    def gated_norm(self, o, gate, norm, eps, N, bonus=()):
+    def gated_norm(self, o, gate, norm, eps, N, bonus=(), y=None):
         """The group norm of o over each head of N channels, times silu(gate); or with `bonus`, the arrays (r, key, v,
-        weights of the bonus), (GroupNorm(o) + (sum r key weights) v) gate, the sum over a head."""
-        y, kernel, heads = self.empty(*o.shape), GatedNorm.fitting(self.dtype, N, BONUS=bool(bonus)), self.D // N
+        weights of the bonus), (GroupNorm(o) + (sum r key weights) v) gate, the sum over a head. In y if it is given."""
+        y = self.empty(*o.shape) if y is None else y
+        kernel, heads = GatedNorm.fitting(self.dtype, N, BONUS=bool(bonus)), self.D // N
         arrays = {"o": o, "gate": gate, "y": y, **affine(norm), **dict(zip(("r", "k", "v", "bonus"), bonus))}
         rows = self.tokens * heads
         self.run_kernel(kernel, kernel.blocks(self.tokens, heads), **arrays, rows=rows, H=heads, N=N, eps=eps)
@@ -345,7 +353,7 @@ class TrainingStep:
         mixes = self.count_of_mixes(pulled.maa)
         dx = self.empty(self.tokens, self.D, dtype=FLOAT32) if dy is None else dy
         gated = change.kind == "Gated"
-        dchange = [self.empty(self.tokens, self.D) for _ in range(1 + gated)]
+        dchange = [self.empty(*change.stack, self.tokens, self.D) for _ in range(1 + gated)]
         kernel = kernels.NormBackward(self.dtype, self.threads, "Gated" if gated else "Added", mixes)
         parts = self.partial_sums(kernel, 2 + mixes)  # weight, bias, maa
         self.run_kernel(
@@ -362,7 +370,7 @@ class TrainingStep:
             dx=dx,
             first=change.first if gated else None,
             value=change.value,
-            dfirst=dchange[0],
+            dfirst=dchange[0][-1] if change.stack else dchange[0],
             dvalue=dchange[1] if gated else None,
             parts=parts,
             drop=self.dropout_argument(change),
@@ -421,6 +429,8 @@ class TrainingStep:
 
     def previous_rank_xx(self, xx):
         """xx of the token before each sequence's first, float32 [batch, D], if another rank has it; else None."""
+        if self.cut is WHOLE:
+            return None
         return self.cut.from_previous_rank(self.tokens_at(-1, xx).astype(FLOAT32))
 
     def with_gradient_of_next_rank(self, pulled):

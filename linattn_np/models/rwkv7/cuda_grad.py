@@ -50,9 +50,11 @@ class TimeMix(Mix):
         of which a sigmoid is taken; the first layer has no "value"
     key, mixed_v : the recurrence's key and value, made of k and v
     gated : the input of the output matrix
+    inputs : `mixed` and `gated`, what `kvr` and `output` are multiplied with, in one array [4, tokens, D]
     """
 
     NORM, MIX, TAKES = "ln1", "mix", 2  # 2: `forward` needs xx and d, side by side in `normed`
+    STACK = (4,)  # the first axis of `inputs`, and of the gradients of what is made of them
 
     def __init__(self, step, layer):
         super().__init__(step, layer)
@@ -68,6 +70,10 @@ class TimeMix(Mix):
     @property
     def maa(self):
         return self.layer.mix[FIRST_OF_KVR:]
+
+    def empty_mixes(self):
+        self.inputs = self.step.empty(*self.STACK, self.step.tokens, self.step.D)
+        return self.inputs[:-1]
 
     def forward(self, mixed, normed, previous_xx, site):
         step, layer = self.step, self.layer
@@ -86,12 +92,16 @@ class TimeMix(Mix):
         # From a trained initial state, `layer.start`, if there is one. cut: how ranks share the tokens of sequences.
         o, self.pull_recurrence = vjp_from_start(step.cut, layer, rwkv7, *arrays, scale=1.0)
         self.o = o.reshape(step.tokens, step.D)
-        self.gated = step.gated_norm(*self.norm_arguments(), bonus=self.bonus_arguments())
-        return Change("Added", step.product(self.gated, layer.output), site=site)
+        gated = step.gated_norm(*self.norm_arguments(), bonus=self.bonus_arguments(), y=self.inputs[-1])
+        return Change("Added", step.product(gated, layer.output), site=site, stack=self.STACK)
 
     def pull(self, dchange, grads):
-        step, layer, (dchange,) = self.step, self.layer, dchange
-        dgated = step.product_backward(dchange, self.gated, layer.output, grads.output)
+        step, layer, (doutputs,) = (
+            self.step,
+            self.layer,
+            dchange,
+        )  # of k, v and r, which are written below, and the change
+        dkvr, dgated = doutputs[:-1], step.product(doutputs[-1], transposed(layer.output))
         do, dgate, scores = step.gated_norm_backward(
             dgated, *self.norm_arguments(), grads.ln_x, self.bonus_arguments(), grads.bonus
         )
@@ -101,8 +111,9 @@ class TimeMix(Mix):
         for group in self.groups:
             if group != GATE:
                 dhigh[group] = step.empty(*((2,) if group[1:] else ()), *dgate.shape)
-        dkvr = self.recurrence_arguments_backward(dgated, scores, pulled, dhigh, grads)
-        dmixed = step.product_backward(dkvr, self.mixed, layer.kvr, grads.kvr)
+        self.recurrence_arguments_backward(dgated, scores, pulled, dhigh, dkvr, grads)
+        step.products.matmul(transposed(self.inputs), doutputs, self.kvr_and_output(grads))
+        dmixed = step.product(dkvr, transposed(layer.kvr))
         dlow = step.empty(*self.low.shape)
         for group in self.groups:
             x, dx = self.columns_of(group, self.low), self.columns_of(group, dlow)
@@ -120,6 +131,12 @@ class TimeMix(Mix):
         """The columns of a group in `low`, or in an array of its shape: of one product, or a stack of two."""
         parts = [low[:, slice(*self.columns[name])] for name in group]
         return self.stack_of_two(*parts) if parts[1:] else parts[0]
+
+    def kvr_and_output(self, grads):
+        """The gradients of these matrices [4, D, D]: neighbours in the vector of `Layout`."""
+        device, kvr, output = self.step.device, grads.kvr, grads.output
+        assert (device.pointer(output), output.strides) == (device.pointer(kvr) + kvr.nbytes, kvr.strides[1:])
+        return device.view(kvr, (*self.STACK, *kvr.shape[1:]), kvr.strides, kvr.dtype, 0)
 
     def up_of(self, group, weights):
         """The matrices `up` of a group in `weights`, a layer or its gradients: one, or a stack of two."""
@@ -180,8 +197,8 @@ class TimeMix(Mix):
         self.run_kernel(kernel, blocks, **self.keys(), **results, token_heads=step.tokens * self.H)
         return w, key, self.v if mixed_v is None else mixed_v, a, b
 
-    def recurrence_arguments_backward(self, dgated, scores, pulled, dhigh, grads):
-        """The gradients of k, v and r [3, tokens, D]; those of `high` are written to `dhigh`, but for the gate's.
+    def recurrence_arguments_backward(self, dgated, scores, pulled, dhigh, dkvr, grads):
+        """Writes the gradients of k, v and r to dkvr [3, tokens, D], those of `high` to `dhigh`, but for the gate's.
 
         dgated, scores : what `step.gated_norm_backward` takes and returns, for the gradients through the bonus
         pulled : the gradients of r, w, key, mixed_v, a and b through the recurrence
@@ -190,7 +207,6 @@ class TimeMix(Mix):
         step, kernel = self.step, kernels.KeysBackward.fitting(self.step.dtype, self.N)
         parameter_gradients, (dr, dw, dkey, dmixed_v, da, db) = self.parameters_of(grads), pulled
         parts = step.partial_sums(kernel, len(parameter_gradients), self.H)
-        dkvr = step.empty(3, *dmixed_v.shape)
         by_name = dict.fromkeys(("decay", "icl", "value"))  # the first layer's "value" stays None
         for group, gradient in dhigh.items():
             if group != GATE:
@@ -219,7 +235,6 @@ class TimeMix(Mix):
             parts=parts,
         )
         step.sum(parts, parameter_gradients)
-        return dkvr
 
     def parameters_of(self, weights):
         """A view [5, D] of the parameters PARAMETERS of `weights`, a layer or its gradients: neighbours in the vector
