@@ -102,167 +102,161 @@ __device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4
   if ((g & 4) == first_subchunk) sum = sum + sum_of_lanes;  // two lanes have each sum: the one whose `sum` it is adds
 }
 
-// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, do and dv; G: that of g.
-// PRODUCTS: tf32 products for each product of float32, 1 or 3.
-template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
-__global__ void __launch_bounds__(
-    THREADS, blocks_with_room<Shared<T, G, PRODUCTS, BV>>(sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 3 : 2))
-    gated_backward_values(const Args<T, G> args) {
-  using M = Math<T, PRODUCTS>;
-  using Stored = typename M::Stored;
-  constexpr int LDT = LD<Stored, CHUNK>, PIECE = 16 / sizeof(Stored);
-  Shared<T, G, PRODUCTS, BV>& s = *reinterpret_cast<Shared<T, G, PRODUCTS, BV>*>(dynamic_smem());
-  const Shape& shape = args.shape;
-  // Of the 32 channels in shared memory a warp has 8, from warp_channel on, and a lane has channel g of these, of
-  // tokens 2t and 2t + 1 of each sub-chunk.
+// What a block computes: BV columns of dv of a chunk.
+struct ColumnTile {
+  int b, h, c, v_tile;  // batch, head, chunk, tile of BV columns
+  Span span;            // the chunk's tokens
+};
+
+// A lane's place. Of the 32 channels in shared memory a warp has 8, from warp_channel on, and a lane has channel g of
+// these, of tokens 2t and 2t + 1 of each sub-chunk.
+struct Lane {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 8 * warp;
-  const int v_tiles = int((shape.V + BV - 1) / BV), v_tile = blockIdx.x % v_tiles;
-  const u32 block = blockIdx.x / v_tiles, NC = u32(shape.NC), heads = u32(args.heads);  // block: chunk of all heads
-  const int c = block % NC, h = int(args.first) + block / NC % heads, b = block / NC / heads;
-  const Span span = chunk_tokens(shape, c);
+};
 
-  // Start copying part n of the channels, 32 of them: `fetch` of q, k and g, fetch_state of dS.
-  const auto fetch = [&](int n) {
-    const int channel = n * CHANNELS;
-    fetch_rows<CHUNK, CHANNELS>(s.tokens.q, args.q, b, h, span.start, span.stop, channel, shape.K);
-    fetch_rows<CHUNK, CHANNELS>(s.tokens.k, args.k, b, h, span.start, span.stop, channel, shape.K);
-    fetch_rows<CHUNK, CHANNELS>(s.tokens.g, args.g, b, h, span.start, span.stop, channel, shape.K);
+// Starts copying q, k and g of part n of the channels, 32 of them.
+template <typename T, typename G>
+__device__ __forceinline__ void fetch_tokens(Tokens<T, G>& to, const Args<T, G>& args, const ColumnTile& work, int n) {
+  const auto fetch = [&](auto* tile, const auto& rows) {
+    fetch_rows<CHUNK, CHANNELS>(tile, rows, work.b, work.h, work.span.start, work.span.stop, n * CHANNELS,
+                                args.shape.K);
   };
-  const int tiles = int((shape.V + TILE - 1) / TILE), first_tile = v_tile * (BV / TILE);  // of 64 columns
-  const Stored* chunk_states = static_cast<const Stored*>(args.chunk_states) +
-                               state_tile_index(shape, heads, BACKWARDS, b, h - args.first, c, 0, first_tile);
-  const auto fetch_state = [&](int n) {
-    // A tile of a state [64 channels, 64 columns] is 8 x 8 matrices, a row of eight after the other (backward.cuh): 32
-    // channels are PART neighbouring numbers of it. In shared memory the rows of a matrix are at row_in_matrix.
-    constexpr int PART = CHANNELS * TILE;
-    const Stored* from = chunk_states + (i64(n * CHANNELS / TILE) * tiles * TILE + n * CHANNELS % TILE) * TILE;
-#pragma unroll 1
-    for (int index = threadIdx.x * PIECE; index < BV / TILE * PART; index += THREADS * PIECE)
-      cp_async<16>(s.dS + (index / 64 * 8 + row_in_matrix<Stored>(index / 8 % 8)) * 8 + index % 8,
-                   from + index / PART * (TILE * TILE) + index % PART, first_tile + index / PART < tiles);
-  };
+  fetch(to.q, args.q), fetch(to.k, args.k), fetch(to.g, args.g);
+}
 
-  ChunkScores scores(warp);
-  float dv[BV / 16][2][4] = {};
-  *reinterpret_cast<float2*>(s.self_scores[warp] + 2 * lane) = {0.f, 0.f};
-  __syncwarp();  // self_scores are zero
-  const int channel_parts = int((shape.K + CHANNELS - 1) / CHANNELS);
-  if (threadIdx.x < NUM_SUBCHUNKS)
-    s.grows[threadIdx.x] = false;  // before the loop's first barrier; then threads set true
-  fetch(0);
-  cp_async_commit();
+// Starts copying 32 channels of dS, from their first number in memory on. tiles: of 64 columns, from the block's first
+// one to the last of V. A tile of a state [64 channels, 64 columns] is 8 x 8 matrices, a row of eight after the other
+// (backward.cuh): 32 channels are PART neighbouring numbers of it. In shared memory the rows of a matrix are at
+// row_in_matrix.
+template <int BV, typename Stored>
+__device__ __forceinline__ void fetch_state(Stored (&dS)[CHANNELS * BV], const Stored* from, int tiles) {
+  constexpr int PART = CHANNELS * TILE, PIECE = 16 / sizeof(Stored);
 #pragma unroll 1
-  for (int n = 0; n < channel_parts; ++n) {
-    cp_async_wait<0>();
-    __syncthreads();  // these channels have been copied; the previous operands, and their dS, have been read
-    fetch_state(n);
-    cp_async_commit();
-    {
-      // Sets x to the lane's two tokens of each of sub-chunks m to m + 3.
-      const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
-        load_column(x, from + 8 * m * ld + warp_channel, ld);
-      };
-      const int channel = n * CHANNELS + warp_channel + g;
-      const float u =
-          ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * int(shape.K) + channel] : 0.f : 1.f;
-      float sub_chunk_decays[NUM_SUBCHUNKS];
-      float2 q[4], k[4], gates[4], self_terms[4];  // of four sub-chunks; self_terms: u q k
+  for (int index = threadIdx.x * PIECE; index < BV / TILE * PART; index += THREADS * PIECE)
+    cp_async<16>(dS + (index / 64 * 8 + row_in_matrix<Stored>(index / 8 % 8)) * 8 + index % 8,
+                 from + index / PART * (TILE * TILE) + index % PART, index / PART < tiles);
+}
+
+// Makes the warp's operands from the lane's channel of q, k and g; adds scores of tokens with themselves, u q_i . k_i,
+// to self_scores; notes which sub-chunks grow.
+template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
+__device__ __forceinline__ void make_operands(Shared<T, G, PRODUCTS, BV>& s, const Lane& at, float u) {
+  using M = Math<T, PRODUCTS>;
+  // Sets x to the lane's two tokens of each of sub-chunks m to m + 3.
+  const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
+    load_column(x, from + 8 * m * ld + at.warp_channel, ld);
+  };
+  float sub_chunk_decays[NUM_SUBCHUNKS];
+  float2 q[4], k[4], gates[4], self_terms[4];  // of four sub-chunks; self_terms: u q k
 #pragma unroll
-      for (int m = 0; m < NUM_SUBCHUNKS; ++m) {  // first all decays of sub-chunks, which the next loop multiplies
-        if (m % 4 == 0) load(gates, s.tokens.g, m, LD<G, CHANNELS>);
-        sub_chunk_decays[m] = decay_over_subchunk(gates[m % 4]);
-        if (!(max_nan(gates[m % 4].x, gates[m % 4].y) <= GROWTH)) s.grows[m] = true;
-      }
+  for (int m = 0; m < NUM_SUBCHUNKS; ++m) {  // first all decays of sub-chunks, which the next loop multiplies
+    if (m % 4 == 0) load(gates, s.tokens.g, m, LD<G, CHANNELS>);
+    sub_chunk_decays[m] = decay_over_subchunk(gates[m % 4]);
+    if (!(max_nan(gates[m % 4].x, gates[m % 4].y) <= GROWTH)) s.grows[m] = true;
+  }
 #pragma unroll
-      for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
-        if (m % 4 == 0) {
-          load(gates, s.tokens.g, m, LD<G, CHANNELS>);
-          load(q, s.tokens.q, m, LD<T, CHANNELS>);
-          load(k, s.tokens.k, m, LD<T, CHANNELS>);
-        }
-        const float2 decays_of_tokens = decays_of(gates[m % 4]), query = q[m % 4], key = k[m % 4];
-        self_terms[m % 4] = u * query * key;
-        const PairDecays<ReadOrder> decays(decays_of_tokens);
-        const MiddleFactors<ReadOrder> middle(decays_of_tokens);
-        // The query decayed from its sub-chunk's start, and the key decayed to its end.
-        const float2 start = decays.start * query, end = decays.end * key;
-        const int index = (warp_channel + g) * LDT + 8 * m + 2 * t;
-        put_operands(s.operands, index, m, query, key, start, end, middle, sub_chunk_decays);
-        put_pair(s.operands.ends + index,
-                 product_over(sub_chunk_decays, m + 1, NUM_SUBCHUNKS, TF32_CORRECTION_OF_BOTH<M>) * end);
-        if (m % 4 == 3) sum_channels(s.self_scores[warp], self_terms, m - 3);
-      }
+  for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
+    if (m % 4 == 0) {
+      load(gates, s.tokens.g, m, LD<G, CHANNELS>);
+      load(q, s.tokens.q, m, LD<T, CHANNELS>);
+      load(k, s.tokens.k, m, LD<T, CHANNELS>);
     }
-    cp_async_wait<0>();
-    __syncthreads();  // the operands and dS are in shared memory; q, k and g have been read
-    if (n + 1 < channel_parts) {
-      fetch(n + 1);
-    } else {  // over q, k and g
-      fetch_rows<CHUNK, BV>(s.do_, args.do_, b, h, span.start, span.stop, v_tile * BV, shape.V);
-    }
-    cp_async_commit();
-    const Operands<Stored>& from = s.operands;
-    // Channels c to c + 15: adds their products to the warp's scores, and (L_j k_j)^T dS to dv of the warp's 16 tokens.
+    const float2 decays_of_tokens = decays_of(gates[m % 4]), query = q[m % 4], key = k[m % 4];
+    self_terms[m % 4] = u * query * key;
+    const PairDecays<ReadOrder> decays(decays_of_tokens);
+    const MiddleFactors<ReadOrder> middle(decays_of_tokens);
+    // The query decayed from its sub-chunk's start, and the key decayed to its end.
+    const float2 start = decays.start * query, end = decays.end * key;
+    const int index = (at.warp_channel + at.g) * LD<typename M::Stored, CHUNK> + 8 * m + 2 * at.t;
+    put_operands(s.operands, index, m, query, key, start, end, middle, sub_chunk_decays);
+    put_pair(s.operands.ends + index,
+             product_over(sub_chunk_decays, m + 1, NUM_SUBCHUNKS, TF32_CORRECTION_OF_BOTH<M>) * end);
+    if (m % 4 == 3) sum_channels(s.self_scores[at.warp], self_terms, m - 3);
+  }
+}
+
+// Adds the 32 channels' products to the warp's scores, and (L_j k_j)^T dS to dv of the warp's 16 tokens.
+template <typename T, typename G, int PRODUCTS, int BV>
+__device__ __forceinline__ void multiply_channels(ChunkScores& scores, float (&dv)[BV / 16][2][4],
+                                                  const Shared<T, G, PRODUCTS, BV>& s, int warp) {
+  using M = Math<T, PRODUCTS>;
+  constexpr int LDT = LD<typename M::Stored, CHUNK>;
 #pragma unroll 1
-    for (int c = 0; c < CHANNELS; c += 16) {
-      scores.add<M>(from, c);
-      Left<M> a;
-      Right<M> b[2];
-      load_left<TRANSPOSED>(a, from.ends + c * LDT + 16 * warp, LDT);
+  for (int c = 0; c < CHANNELS; c += 16) {
+    scores.add<M>(s.operands, c);
+    Left<M> a;
+    Right<M> b[2];
+    load_left<TRANSPOSED>(a, s.operands.ends + c * LDT + 16 * warp, LDT);
 #pragma unroll
-      for (int x = 0; x < BV / 8; x += 2) {
-        load_matrices(b, s.dS + x / (TILE / 8) * (CHANNELS * TILE) + matrix_index(c / 8, x % (TILE / 8)));
-        multiply(dv[x / 2], a, b);
-      }
+    for (int x = 0; x < BV / 8; x += 2) {
+      load_matrices(b, s.dS + x / (TILE / 8) * (CHANNELS * TILE) + matrix_index(c / 8, x % (TILE / 8)));
+      multiply(dv[x / 2], a, b);
     }
   }
-  cp_async_wait<0>();
-  __syncthreads();  // the operands have been read; do and self_scores are in shared memory
-  // The factor of A, which is multiplied by do.
-  const float scale = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> * float(args.scale);
-  // Stores a block of 16 x 16 scores in A: (row, column) of the chunk's 4 x 4.
-  const auto put_block = [&](const float (&d)[2][4], int row, int column, float correction) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int lower = 0; lower < 2; ++lower)
-        put_pair(s.A + (16 * row + g + 8 * lower) * LDT + 16 * column + 8 * half + 2 * t,
-                 correction * scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
-  };
-  // The block (warp, warp): products about the middles of its two sub-chunks; for the second one's queries and the
-  // first one's keys border8; float32 scores of tokens with themselves; 0 for later keys.
+}
+
+// Completes the block (warp, warp) of scores, products about the middles of its two sub-chunks: TF32's correction; for
+// the second one's queries and the first one's keys border8; float32 scores of tokens with themselves; 0 for later
+// keys.
+template <class M>
+__device__ __forceinline__ void complete_diagonal(ChunkScores& scores, const float (&self_scores)[WARPS][CHUNK],
+                                                  const Lane& at) {
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
-      const int i = g + 8 * (x >> 1), j = 8 * half + 2 * t + (x & 1);
+      const int i = at.g + 8 * (x >> 1), j = 8 * half + 2 * at.t + (x & 1);
       float& score = scores.diagonal[half][x];
       score = TF32_CORRECTION_OF_BOTH<M> * (half == 0 && x >= 2 ? scores.border8[x] : score);
       if (j > i) score = 0.f;
       if (j == i) {
         score = 0.f;
 #pragma unroll
-        for (int other = 0; other < WARPS; ++other) score += s.self_scores[other][16 * warp + i];
+        for (int other = 0; other < WARPS; ++other) score += self_scores[other][16 * at.warp + i];
       }
     }
-  put_block(scores.diagonal, warp, warp, 1.f);  // the loop above has corrected these, but for float32 scores
-  put_block(scores.border32, scores.half_row, scores.half_column, TF32_CORRECTION_OF_BOTH<M>);
-  if (warp < 2) put_block(scores.border16, scores.quarter + 1, scores.quarter, TF32_CORRECTION_OF_BOTH<M>);
-  // Replaces the scores within those of the warp's two sub-chunks that have a gate above GROWTH: lane n computes the
-  // n-th of 28 pairs (score_of_pair in growth.cuh).
+}
+
+// Stores a block of 16 x 16 scores, times `factor`, in A: (row, column) of the chunk's 4 x 4.
+template <typename Stored>
+__device__ __forceinline__ void put_block(Stored* A, const float (&d)[2][4], int row, int column, float factor,
+                                          const Lane& at) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower)
+      put_pair(A + (16 * row + at.g + 8 * lower) * LD<Stored, CHUNK> + 16 * column + 8 * half + 2 * at.t,
+               factor * float2{d[half][2 * lower], d[half][2 * lower + 1]});
+}
+
+// Replaces the scores within those of the warp's two sub-chunks that have a gate above GROWTH: lane n computes the n-th
+// of 28 pairs (score_of_pair in growth.cuh). The warp has stored the scores that are replaced.
+template <class ReadOrder, typename Stored, typename T, typename G>
+__device__ __forceinline__ void replace_growing_scores(Stored* A, const bool (&grows)[NUM_SUBCHUNKS],
+                                                       const Args<T, G>& args, const ColumnTile& work, float scale,
+                                                       const Lane& at) {
 #pragma unroll 1
-  for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
-    if (!s.grows[n]) continue;
+  for (int n = 2 * at.warp; n < 2 * at.warp + 2; ++n) {
+    if (!grows[n]) continue;
     __syncwarp();  // the scores that are replaced have been stored
-    const i64 first_token = span.start + SUB_CHUNK * n, rows = min(i64(SUB_CHUNK), span.stop - first_token);
-    const float score = score_of_pair<ReadOrder>(args.q.row(b, h, first_token), args.k.row(b, h, first_token),
-                                                 args.g.row(b, h, first_token), args.q.token_stride,
-                                                 args.k.token_stride, args.g.token_stride, int(rows), int(shape.K));
-    const TokenPair pair = pair_of(lane);
-    if (lane < PAIRS)
-      s.A[(SUB_CHUNK * n + pair.query) * LDT + SUB_CHUNK * n + pair.key] = from_float<Stored>(scale * score);
+    const i64 first_token = work.span.start + SUB_CHUNK * n, rows = min(i64(SUB_CHUNK), work.span.stop - first_token);
+    const float score =
+        score_of_pair<ReadOrder>(args.q.row(work.b, work.h, first_token), args.k.row(work.b, work.h, first_token),
+                                 args.g.row(work.b, work.h, first_token), args.q.token_stride, args.k.token_stride,
+                                 args.g.token_stride, int(rows), int(args.shape.K));
+    const TokenPair pair = pair_of(at.lane);
+    if (at.lane < PAIRS)
+      A[(SUB_CHUNK * n + pair.query) * LD<Stored, CHUNK> + SUB_CHUNK * n + pair.key] =
+          from_float<Stored>(scale * score);
   }
-  __syncthreads();  // A is in shared memory
+}
+
+// Adds A^T do to dv of the warp's 16 tokens.
+template <typename T, typename G, int PRODUCTS, int BV>
+__device__ __forceinline__ void add_scores_times_do(float (&dv)[BV / 16][2][4], const Shared<T, G, PRODUCTS, BV>& s,
+                                                    int warp) {
+  using M = Math<T, PRODUCTS>;
+  constexpr int LDT = LD<typename M::Stored, CHUNK>;
 #pragma unroll
   for (int row = 0; row < CHUNK / 16; ++row) {
     if (row < warp) continue;  // uniform in the warp
@@ -275,13 +269,80 @@ __global__ void __launch_bounds__(
       multiply(dv[x / 2], a, b);
     }
   }
-  __syncthreads();  // do has been read, and is overwritten by dv
+}
+
+// Stores dv of the warp's 16 tokens in a tile [64, BV] of shared memory.
+template <int BV, typename T>
+__device__ __forceinline__ void put_dv(T* to, const float (&dv)[BV / 16][2][4], const Lane& at) {
 #pragma unroll
   for (int x = 0; x < BV / 8; ++x)
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower)
-      put_pair(s.do_ + (16 * warp + g + 8 * lower) * LD<T, BV> + 8 * x + 2 * t,
+      put_pair(to + (16 * at.warp + at.g + 8 * lower) * LD<T, BV> + 8 * x + 2 * at.t,
                float2{dv[x / 2][x % 2][2 * lower], dv[x / 2][x % 2][2 * lower + 1]});
+}
+
+// ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh; T: the type of q, k, do and dv; G: that of g.
+// PRODUCTS: tf32 products for each product of float32, 1 or 3.
+template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
+__global__ void __launch_bounds__(
+    THREADS, blocks_with_room<Shared<T, G, PRODUCTS, BV>>(sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 3 : 2))
+    gated_backward_values(const Args<T, G> args) {
+  using M = Math<T, PRODUCTS>;
+  using Stored = typename M::Stored;
+  Shared<T, G, PRODUCTS, BV>& s = *reinterpret_cast<Shared<T, G, PRODUCTS, BV>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const Lane at;
+  const int v_tiles = int((shape.V + BV - 1) / BV), v_tile = blockIdx.x % v_tiles;
+  const u32 block = blockIdx.x / v_tiles, NC = u32(shape.NC), heads = u32(args.heads);  // block: chunk of all heads
+  const int c = block % NC, h = int(args.first) + block / NC % heads, b = block / NC / heads;
+  const ColumnTile work = {b, h, c, v_tile, chunk_tokens(shape, c)};
+
+  const int tiles = int((shape.V + TILE - 1) / TILE), first_tile = v_tile * (BV / TILE);  // of 64 columns
+  const Stored* chunk_states = static_cast<const Stored*>(args.chunk_states) +
+                               state_tile_index(shape, heads, BACKWARDS, b, h - args.first, c, 0, first_tile);
+
+  ChunkScores scores(at.warp);
+  float dv[BV / 16][2][4] = {};
+  *reinterpret_cast<float2*>(s.self_scores[at.warp] + 2 * at.lane) = {0.f, 0.f};
+  __syncwarp();  // self_scores are zero
+  const int channel_parts = int((shape.K + CHANNELS - 1) / CHANNELS);
+  if (threadIdx.x < NUM_SUBCHUNKS)
+    s.grows[threadIdx.x] = false;  // before the loop's first barrier; then threads set true
+  fetch_tokens(s.tokens, args, work, 0);
+  cp_async_commit();
+#pragma unroll 1
+  for (int n = 0; n < channel_parts; ++n) {
+    cp_async_wait<0>();
+    __syncthreads();  // these channels have been copied; the previous operands, and their dS, have been read
+    fetch_state<BV>(s.dS, chunk_states + (i64(n * CHANNELS / TILE) * tiles * TILE + n * CHANNELS % TILE) * TILE,
+                    tiles - first_tile);
+    cp_async_commit();
+    const int channel = n * CHANNELS + at.warp_channel + at.g;
+    const float u = ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * int(shape.K) + channel] : 0.f : 1.f;
+    make_operands<ReadOrder>(s, at, u);
+    cp_async_wait<0>();
+    __syncthreads();  // the operands and dS are in shared memory; q, k and g have been read
+    if (n + 1 < channel_parts) fetch_tokens(s.tokens, args, work, n + 1);
+    else  // over q, k and g
+      fetch_rows<CHUNK, BV>(s.do_, args.do_, b, h, work.span.start, work.span.stop, v_tile * BV, shape.V);
+    cp_async_commit();
+    multiply_channels(scores, dv, s, at.warp);
+  }
+  cp_async_wait<0>();
+  __syncthreads();  // the operands have been read; do and self_scores are in shared memory
+  // The factor of A, which is multiplied by do.
+  const float scale = TF32_CORRECTION<M> * TF32_CORRECTION<M, T> * float(args.scale);
+  complete_diagonal<M>(scores, s.self_scores, at);
+  put_block(s.A, scores.diagonal, at.warp, at.warp, scale, at);
+  put_block(s.A, scores.border32, scores.half_row, scores.half_column, TF32_CORRECTION_OF_BOTH<M> * scale, at);
+  if (at.warp < 2)
+    put_block(s.A, scores.border16, scores.quarter + 1, scores.quarter, TF32_CORRECTION_OF_BOTH<M> * scale, at);
+  replace_growing_scores<ReadOrder>(s.A, s.grows, args, work, scale, at);
+  __syncthreads();  // A is in shared memory
+  add_scores_times_do(dv, s, at.warp);
+  __syncthreads();  // do has been read, and is overwritten by dv
+  put_dv<BV>(s.do_, dv, at);
   __syncthreads();  // dv is in shared memory
-  store_rows<CHUNK, BV>(args.dv, s.do_, b, h, span.start, span.stop, v_tile * BV, shape.V);
+  store_rows<CHUNK, BV>(args.dv, s.do_, b, h, work.span.start, work.span.stop, v_tile * BV, shape.V);
 }
