@@ -56,6 +56,7 @@ template <typename T, int TILES> struct alignas(16) WideShared {
 // (GatedWideForward), if Hopper's shared memory has room: with two tiles.
 template <typename T, int TILES>
 __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_wide_forward(const Args<T> args) {
+  static_assert(sizeof(T) == 2, "outputs are stored four at a time if rows are multiples of 8 bytes");
   constexpr int THREADS = 32 * STRIPS * TILES, BT = CHUNK<T>;
   auto& s = *reinterpret_cast<WideShared<T, TILES>*>(dynamic_smem());
   const Shape& shape = args.shape;

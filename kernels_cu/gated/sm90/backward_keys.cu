@@ -533,7 +533,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
                 VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   constexpr int CONSUMERS = ::CONSUMERS<BK>;
   using Plan = ConsumerPlan<ReadOrder, T, G, BK, BV>;
-  const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
+  const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(ldmatrix_offset());
   const i64 K = args.shape.K;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // `opaque`: else converted again

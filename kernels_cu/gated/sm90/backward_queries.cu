@@ -436,7 +436,7 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
   });
   // Takes a key's term off the share: key times its sum over queries, of sub-chunk n and the lane's number i = 2h + p.
   // RWKV-6: adds it to key_terms, which sum_later_tokens subtracts.
-  const auto subtract_term = [&](int n, int i, float key, float over_queries) {
+  const auto take_off_share = [&](int n, int i, float key, float over_queries) {
     if (ReadOrder::reads_before_write) results.key_terms[n][i] = fmaf(key, over_queries, results.key_terms[n][i]);
     else results.query_share[n][i] = fmaf(-key, over_queries, results.query_share[n][i]);
   };
@@ -448,8 +448,8 @@ __device__ __forceinline__ void add_pairs_across(Gradients& results, TokenOperan
     dA_reader.add_queries(by16, queries_across.by16[1], 3, x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      subtract_term(2 * x, i, keys.across.by8[x][i], by8[i]);
-      subtract_term(x, i, keys.across.by16[x][i], by16[i]);
+      take_off_share(2 * x, i, keys.across.by8[x][i], by8[i]);
+      take_off_share(x, i, keys.across.by16[x][i], by16[i]);
     }
   }
   __syncwarp();  // keeps the compiler from mixing this with what follows, for which registers are too few

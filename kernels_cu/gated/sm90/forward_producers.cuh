@@ -113,11 +113,11 @@ struct ChunkJob {
 // odd number leaves the parity that one fill leaves.
 enum class ChunkResult { MADE, GROWS, OUT_OF_FLOAT16 };
 
-constexpr bool SCALES_ROWS = true, UNSCALED_ROWS = false;  // for parameters SCALES_ROWS, which hide this one
+constexpr bool SCALED_ROWS = true, UNSCALED_ROWS = false;  // arguments for the template parameters SCALES_ROWS
 
 // Steps 1 and 2 of make_chunk. Sets a, the decays of single tokens, and above_limit: whether a lane of the group has a
 // gate above LIMIT, or after_overflow. Returns whether the chunk grows, by the votes of this block:
-//   BORDER_IS_NARROWER, not SCALES_ROWS  above_limit: make_scaled then makes it, with SCALES_ROWS
+//   BORDER_IS_NARROWER, not SCALES_ROWS  above_limit: make_scaled then makes it, SCALED_ROWS
 //   otherwise                            whether a lane has both (forward_growth.cuh)
 //                                          `exceeds`: a gate above GATE_LIMIT, 1, or 1/8 if T is float16
 //                                          exceeds_growth: a channel whose gates above 0 sum to more than 7 nats over a
@@ -321,7 +321,7 @@ __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, cons
     named_barrier_sync(PRODUCER_BARRIER + coord.group, coord.THREADS);
   const ChunkJob job{coord.group, 0, chunk, chunk + s.PRODUCER_GROUPS, s.work.tokens, u32(stage), fills, parity};
   float next_scalar_gate;  // not used: the caller loads it itself
-  if (make_chunk<Order, SCALES_ROWS>(s, args, coord, job, load_scalar_gate(s, args, coord, chunk), next_scalar_gate) !=
+  if (make_chunk<Order, SCALED_ROWS>(s, args, coord, job, load_scalar_gate(s, args, coord, chunk), next_scalar_gate) !=
       ChunkResult::MADE)
     make_tokens<Order>(s, args, producer, chunk, stage, fills, parity);
 }
