@@ -129,6 +129,8 @@ SPILLED = {
     ("delta/backward_states", "sm_100"): 16,
     ("delta/backward_chunks", "sm_90"): 352,
     ("delta/backward_chunks", "sm_100"): 280,
+    ("delta/dplr_backward_chunks", "sm_90"): 128,
+    ("delta/kda_backward_chunks", "sm_90"): 8,
     ("delta/kda_backward_chunks", "sm_120"): 32,
     ("rwkv6/norm_shift", "sm_100"): 32,  # six mixes and four parts
     ("rwkv6/norm_shift", "sm_120"): 32,

@@ -134,9 +134,12 @@ template <typename T>
 __device__ __forceinline__ void fetch_rows(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
   constexpr int PIECE = 16 / sizeof(T), ACROSS = TILE / PIECE, AT_ONCE = 32 / ACROSS;
   const int lane = own_lane(), first = lane / ACROSS, c = lane % ACROSS * PIECE;
-  if (bytes == 16) {
-    const char* piece = reinterpret_cast<const char*>(from + first * stride + c);
-    const i64 rows_at_once = AT_ONCE * stride * i64(sizeof(T));
+  const char* piece = reinterpret_cast<const char*>(from + first * stride + c);
+  const i64 rows_at_once = AT_ONCE * stride * i64(sizeof(T));
+  if (bytes == 16 && rows >= BT && width >= TILE) {
+#pragma unroll
+    for (int n = 0; n < BT; n += AT_ONCE, piece += rows_at_once) cp_async<16>(place<TILE>(tile, first + n, c), piece);
+  } else if (bytes == 16) {
     rows = c < width ? rows - first : 0;  // from here on: those from the lane's first row on
 #pragma unroll
     for (int n = 0; n < BT; n += AT_ONCE, piece += rows_at_once)
@@ -270,9 +273,11 @@ __device__ __forceinline__ void store_pairs_of_blocks(S& s, int kind_pair, int r
 // chunk's start, are multiplied by the decay over blocks 0 and 1, and the pairs with columns 0 to 15 are added.
 // s.decayed has the rows and columns decayed from and to their border. "Own" kinds are those whose terms are computed,
 // "other" kinds those on the border's other side. A lane has of d[kind], a product [16 tokens, 16 channels]:
-// d[kind][across][2 down + p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p.
+// d[kind][across][2 down + p] is token lane / 4 + 8 down, channel 8 across + 2 (lane % 4) + p. Before the terms are
+// stored it calls next(), which does the same for the other side: loads and products of both then overlap.
 enum Side { OF_ROWS, OF_COLUMNS };
-template <int TOKENS, Side SIDE, class S> __device__ __forceinline__ void add_pairs_across(S& s) {
+template <int TOKENS, Side SIDE, class S, class Next>
+__device__ __forceinline__ void add_pairs_across(S& s, Next next) {
   constexpr bool FOR_COLUMNS = SIDE == OF_COLUMNS;
   static_assert(TOKENS == HALF || TOKENS == BLOCK);
   constexpr int OWN = FOR_COLUMNS ? S::COLUMN_KINDS : S::ROW_KINDS,
@@ -354,6 +359,7 @@ template <int TOKENS, Side SIDE, class S> __device__ __forceinline__ void add_pa
         }
       }
   }
+  next();
   each_pair_of_channels(
       [&](float* from, float* terms, int i, int c, int) { put_pair(terms + term_place(i, c), {from[0], from[1]}); });
 }
@@ -364,7 +370,10 @@ template <int TOKENS, Side SIDE, class S> __device__ __forceinline__ void add_pa
 template <typename T, class F>
 __device__ __forceinline__ void store_block(T* to, i64 stride, int rows, int columns, int bytes, F value) {
   if (columns <= 0) return;
-  if (bytes >= int(2 * sizeof(T))) {
+  if (rows >= BLOCK && bytes >= int(2 * sizeof(T))) {
+#pragma unroll
+    for (int n = 0; n < BLOCK; ++n, to += stride) put_pair(to, value(n));
+  } else if (bytes >= int(2 * sizeof(T))) {
 #pragma unroll
     for (int n = 0; n < BLOCK; ++n, to += stride)
       if (n < rows) put_pair(to, value(n));
@@ -452,14 +461,14 @@ __device__ __forceinline__ void add_pairs_of_blocks(S& s, const Tokens& tokens, 
   if (block < 2) tokens.each_column(block == 0 ? block_decay(1) : one, store_decayed);
   else tokens.each_row(block == 3 ? block_decay(2) : one, store_decayed);
   __syncthreads();  // rows and columns decayed to the border after 16 are in shared memory, and terms have been read
-  add_pairs_across<HALF, OF_ROWS>(s), add_pairs_across<HALF, OF_COLUMNS>(s);
+  add_pairs_across<HALF, OF_ROWS>(s, [&] { add_pairs_across<HALF, OF_COLUMNS>(s, [] {}); });
   __syncthreads();  // terms include the products; decayed rows and columns have been read: others may overwrite them
   if (block == 3) sum_rows(s.end_sums[0], block_decay(2));
   if (block == 0) sum_columns(s.end_sums[1], block_decay(1));
   if (block % 2) tokens.each_row(one, store_decayed);
   else tokens.each_column(one, store_decayed);
   __syncthreads();  // rows and columns decayed to borders after 8 are in shared memory, and terms have been read
-  add_pairs_across<BLOCK, OF_ROWS>(s), add_pairs_across<BLOCK, OF_COLUMNS>(s);
+  add_pairs_across<BLOCK, OF_ROWS>(s, [&] { add_pairs_across<BLOCK, OF_COLUMNS>(s, [] {}); });
   __syncthreads();  // terms include the products
 }
 
