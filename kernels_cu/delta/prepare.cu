@@ -102,59 +102,43 @@ struct ScoreTile {
   __device__ __forceinline__ bool has_lengths() const { return row == column && of_queries_alone == (kind == OF_Q); }
 };
 
-// Launch bounds, of blocks of 2 BK threads. Up to sm_90 the compiler leaves registers for 1024 threads of a
-// multiprocessor (64 a thread), from sm_100 on for 768 (80); in float32 for 256 threads fewer (80; 128); for fewer if
-// no whole block fits (BK = 256, of 512 threads), or if shared memory has room for fewer blocks.
-template <typename T, typename G, int BK, bool GRADIENT>
-__global__ void __launch_bounds__(2 * BK,
-                                  blocks_with_room<Shared<T, BK>>((512 - 128 * SINCE_SM100 - 128 * (sizeof(T) == 4)) /
-                                                                  BK)) delta_prepare(const Args<T, G> args) {
-  constexpr int THREADS = 2 * BK, WARPS = THREADS / 32, SCORE_TILES = (ScoreTile::COUNT + WARPS - 1) / WARPS;
-  auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
-  const ChunkOfBlock chunk(args.shape);
-  const u32 head = chunk.h / u32(args.group);
+template <int BK> constexpr int WARPS = 2 * BK / 32;
+template <int BK> constexpr int SCORE_TILES = (ScoreTile::COUNT + WARPS<BK> - 1) / WARPS<BK>;
+// A warp's score tiles: [n][across] is [16 rows, 8 columns] of its n-th product.
+template <int BK> using Scores = float[SCORE_TILES<BK>][2][4];
+
+// Computes the warp's score tiles, and stores the inverse lengths on their diagonals.
+template <typename T, int BK>
+__device__ __forceinline__ void compute_scores(Scores<BK>& sums, Shared<T, BK>& s, bool normalized) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  using PreparedChunk = typename PreparedFor<T, BK, WRITES_ONCE, GRADIENT>::Type;
-  PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
-
-  fetch_tokens<BK, THREADS>(args, chunk, [&](auto copy) { copy(s.k, args.k, head), copy(s.q, args.q, head); });
-  // Lane i has the decay and beta of token i; past the end they are 1 and 0. set_decays stores D_ij, P_i and L_i.
-  const TokenNumbers numbers(args.g, args.beta, chunk.b, chunk.h, chunk.span.start, chunk.rows);
-  set_decays<WARPS>(s, numbers.decay);
-  if (warp == 0) {
-    s.beta[lane] = numbers.beta;
-    if constexpr (GRADIENT) to.beta[lane] = numbers.beta;
-  }
-  cp_async_wait<0>();
-  __syncthreads();  // inputs have arrived; decays are in shared memory
-
-  const auto inverse_length = [&](float squares) {
-    return args.normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
-  };
-  // A warp's score tiles: sums[n][across] is [16 rows, 8 columns] of its n-th tile.
-  float sums[SCORE_TILES][2][4] = {};
 #pragma unroll
-  for (int n = 0; n < SCORE_TILES; ++n) {
-    const ScoreTile tile(warp + n * WARPS);
-    if (WARPS > ScoreTile::COUNT && warp >= ScoreTile::COUNT) continue;  // more warps than products
+  for (int n = 0; n < SCORE_TILES<BK>; ++n) {
+    const ScoreTile tile(warp + n * WARPS<BK>);
+    if (WARPS<BK> > ScoreTile::COUNT && warp >= ScoreTile::COUNT) continue;  // more warps than products
     multiply_squares<BK>(sums[n], tile.kind ? s.q : s.k, tile.of_queries_alone ? s.q : s.k, tile.row, tile.column);
     if (tile.has_lengths() && t == g / 2)  // this lane has rows g and g + 8 of the diagonal
 #pragma unroll
-      for (int x = 0; x < 2; ++x)
+      for (int x = 0; x < 2; ++x) {
+        const float squares = g % 2 ? sums[n][x][2 * x + 1] : sums[n][x][2 * x];
         s.inverse_length[tile.kind][tile.row + 8 * x + g] =
-            inverse_length(g % 2 ? sums[n][x][2 * x + 1] : sums[n][x][2 * x]);
+            normalized ? inverse_root(squares + float(LEAST_SQUARE)) : 1.f;
+      }
   }
-  __syncthreads();  // lengths are in shared memory
-  if (warp == WARPS - 1) {
-    const float start = s.decay_from_start[lane], key = s.inverse_length[OF_K][lane];
-    s.minus_beta[lane] = -s.beta[lane], s.E_factors[lane] = -start * key,
-    s.Z_factors[lane] = s.decay_to_end[lane] * key;
-    s.W_factors[lane] = float(args.w_scale) * start * s.inverse_length[OF_Q][lane];
-  }
+}
+// Stores the factors of keys and queries; by a warp.
+template <typename T, int BK> __device__ __forceinline__ void store_factors(Shared<T, BK>& s, float w_scale) {
+  const int lane = threadIdx.x & 31;
+  const float start = s.decay_from_start[lane], key = s.inverse_length[OF_K][lane];
+  s.minus_beta[lane] = -s.beta[lane], s.E_factors[lane] = -start * key, s.Z_factors[lane] = s.decay_to_end[lane] * key;
+  s.W_factors[lane] = w_scale * start * s.inverse_length[OF_Q][lane];
+}
+// Stores the warp's score tiles in M and A, times decays and inverse lengths.
+template <typename T, int BK> __device__ __forceinline__ void store_scores(Shared<T, BK>& s, const Scores<BK>& sums) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
-  for (int n = 0; n < SCORE_TILES; ++n) {
-    const ScoreTile tile(warp + n * WARPS);
-    if (tile.of_queries_alone || WARPS > ScoreTile::COUNT && warp >= ScoreTile::COUNT) continue;
+  for (int n = 0; n < SCORE_TILES<BK>; ++n) {
+    const ScoreTile tile(warp + n * WARPS<BK>);
+    if (tile.of_queries_alone || WARPS<BK> > ScoreTile::COUNT && warp >= ScoreTile::COUNT) continue;
 #pragma unroll
     for (int down = 0; down < 2; ++down)
 #pragma unroll
@@ -168,9 +152,53 @@ __global__ void __launch_bounds__(2 * BK,
         else *reinterpret_cast<float2*>(&s.M[i][j]) = {x, y};
       }
   }
+}
+// Overwrites 16 channels of k, from `channel` on, by those of E. Two lanes have a token's 16 channels, 8 each: one
+// piece of 16 bytes, or two in float32, which `place` puts apart.
+template <typename T, int BK> __device__ __forceinline__ void scale_keys(Shared<T, BK>& s, int channel) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int n = 0; n < BT; n += 16) {
+    const int i = n + lane / 2, c = channel + lane % 2 * 8;
+    T *key = place<BK>(s.k, i, c), *next = sizeof(T) == 4 ? place<BK>(s.k, i, c + 4) : key + 4;
+    put_four(key, times(s.E_factors[i], unpack_four(key))), put_four(next, times(s.E_factors[i], unpack_four(next)));
+  }
+}
+
+// Launch bounds, of blocks of 2 BK threads. Up to sm_90 the compiler leaves registers for 1024 threads of a
+// multiprocessor (64 a thread), from sm_100 on for 768 (80); in float32 for 256 threads fewer (80; 128); for fewer if
+// no whole block fits (BK = 256, of 512 threads), or if shared memory has room for fewer blocks.
+template <typename T, typename G, int BK, bool GRADIENT>
+__global__ void __launch_bounds__(2 * BK,
+                                  blocks_with_room<Shared<T, BK>>((512 - 128 * SINCE_SM100 - 128 * (sizeof(T) == 4)) /
+                                                                  BK)) delta_prepare(const Args<T, G> args) {
+  constexpr int THREADS = 2 * BK;
+  auto& s = *reinterpret_cast<Shared<T, BK>*>(dynamic_smem());
+  const ChunkOfBlock chunk(args.shape);
+  const u32 head = chunk.h / u32(args.group);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  using PreparedChunk = typename PreparedFor<T, BK, WRITES_ONCE, GRADIENT>::Type;
+  PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
+
+  fetch_tokens<BK, THREADS>(args, chunk, [&](auto copy) { copy(s.k, args.k, head), copy(s.q, args.q, head); });
+  // Lane i has the decay and beta of token i; past the end they are 1 and 0. set_decays stores D_ij, P_i and L_i.
+  const TokenNumbers numbers(args.g, args.beta, chunk.b, chunk.h, chunk.span.start, chunk.rows);
+  set_decays<WARPS<BK>>(s, numbers.decay);
+  if (warp == 0) {
+    s.beta[lane] = numbers.beta;
+    if constexpr (GRADIENT) to.beta[lane] = numbers.beta;
+  }
+  cp_async_wait<0>();
+  __syncthreads();  // inputs have arrived; decays are in shared memory
+
+  Scores<BK> sums = {};
+  compute_scores(sums, s, args.normalized);
+  __syncthreads();  // lengths are in shared memory
+  if (warp == WARPS<BK> - 1) store_factors(s, float(args.w_scale));
+  store_scores(s, sums);
   __syncthreads();  // M and A are in shared memory; decays of pairs have been read, and N may overwrite them
   // One warp inverts. Which one depends on the block, since each quarter of a multiprocessor runs every fourth warp.
-  if (warp == blockIdx.x % WARPS) {
+  if (warp == blockIdx.x % WARPS<BK>) {
     Triangle N = identity();
     solve(N, s.M, s.minus_beta, s.N_transposed, INVERTS, [] { __syncwarp(); });
     put_transposed(s.N_transposed, N);
@@ -205,14 +233,7 @@ __global__ void __launch_bounds__(2 * BK,
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m) multiply_tokens<UPPER, BK>(z[m], s.Z_from_keys, s.k, 16 * m, channel);
   __syncwarp();  // all lanes have read these channels of k
-  // E overwrites k. Two lanes have a token's 16 channels, 8 each: one piece of 16 bytes, or two in float32, which
-  // place puts apart.
-#pragma unroll
-  for (int n = 0; n < BT; n += 16) {
-    const int i = n + lane / 2, c = channel + lane % 2 * 8;
-    T *key = place<BK>(s.k, i, c), *next = sizeof(T) == 4 ? place<BK>(s.k, i, c + 4) : key + 4;
-    put_four(key, times(s.E_factors[i], unpack_four(key))), put_four(next, times(s.E_factors[i], unpack_four(next)));
-  }
+  scale_keys(s, channel);
   store_channels<BK>(to.E, s.E);
 #pragma unroll
   for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.B, s.E, 16 * m, channel);
