@@ -78,6 +78,68 @@ template <class Rule, typename T, typename G, int BK, int COLUMNS> struct Shared
   TokenScalars<FloatOrDouble<T>> scalars[TOKENS<T, BK>];
 };
 
+// The i-th channel of a lane, number `lane` of the LANES that share columns: four neighbouring ones at a time.
+template <int LANES> __device__ __forceinline__ int channel_of(int lane, int i) {
+  return 4 * (lane + LANES * (i / 4)) + i % 4;
+}
+
+// Applies token r of a stage to S, a lane's channels of COLUMNS columns from `column` on. Returns, of the lane's column
+// number `lane`, the output before it is scaled.
+template <class Storage, class Rule, int BK, int COLUMNS, class Stage, typename R>
+__device__ __forceinline__ R apply_token(R (&S)[CHANNELS][COLUMNS], const Storage& s, const Stage& in,
+                                         const TokenScalars<R> token_scalars, int r, int lane, int column) {
+  constexpr int LANES = Storage::LANES, BV = Storage::BV;
+  // By column, first over this lane's channels, then over all: erased is S'^T k, of Dplr p = S^T a; read is S'^T q.
+  R k[CHANNELS], b[Rule::own_erasure ? CHANNELS : 1], erased[COLUMNS] = {}, read[COLUMNS] = {}, v[COLUMNS];
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) v[c] = widened(in.v[r * BV + column + c]);
+#pragma unroll
+  for (int i = 0; i < CHANNELS; i += 4) {
+    const int place = r * BK + channel_of<LANES>(lane, i);
+    R q[4], a[4], decay[4];
+    load_neighbours<4>(q, in.q + place), load_neighbours<4>(k + i, in.k + place);
+    if constexpr (Rule::own_erasure) load_neighbours<4>(a, in.a + place), load_neighbours<4>(b + i, in.b + place);
+    if constexpr (Rule::channel_gates) load_neighbours<4>(decay, s.decays + place);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        R& x = S[i + j][c];
+        if constexpr (Rule::own_erasure) erased[c] = fma(a[j], x, erased[c]);
+        x *= Rule::channel_gates ? decay[j] : token_scalars.decay;
+        if constexpr (!Rule::own_erasure) erased[c] = fma(k[i + j], x, erased[c]);
+        read[c] = fma(q[j], x, read[c]);
+      }
+  }
+  // The sums over the LANES lanes that share columns.
+#pragma unroll
+  for (int distance = 1; distance < LANES; distance *= 2)
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      erased[c] += __shfl_xor_sync(0xffffffffu, erased[c], distance);
+      read[c] += __shfl_xor_sync(0xffffffffu, read[c], distance);
+    }
+  R written[COLUMNS];  // beta e times k's inverse length; Dplr: v. S+ = S' + k written^T (Dplr: + b p^T)
+  R o = 0;             // the output of the lane's column number `lane`, which this lane stores
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) {
+    written[c] = Rule::own_erasure ? v[c]
+                                   : token_scalars.inverse_k_length * token_scalars.beta *
+                                         (v[c] - token_scalars.inverse_k_length * erased[c]);
+    R sum = fma(token_scalars.q_dot_k, written[c], read[c]);
+    if constexpr (Rule::own_erasure) sum = fma(token_scalars.q_dot_b, erased[c], sum);
+    o = lane == c ? sum : o;
+  }
+#pragma unroll
+  for (int i = 0; i < CHANNELS; ++i)
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      S[i][c] = fma(k[i], written[c], S[i][c]);
+      if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], erased[c], S[i][c]);
+    }
+  return o;
+}
+
 // Launch bounds: registers for 256 threads of a multiprocessor, 255 a thread.
 template <class Rule, typename T, typename G, int BK, int COLUMNS>
 __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args<T, G> args) {
@@ -112,8 +174,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
             tokens = int(work.span.stop - work.span.start);
   // `lane` counts the LANES lanes that share columns; `column`: the lane's first column in the block's tile.
   const int lane = threadIdx.x % LANES, column = threadIdx.x / LANES * COLUMNS;
-  // The i-th of this lane's channels: four neighbouring ones at a time.
-  const auto channel = [&](int i) { return 4 * (lane + LANES * (i / 4)) + i % 4; };
+  const auto channel = [&](int i) { return channel_of<LANES>(lane, i); };
 
   R S[CHANNELS][COLUMNS];
   // Calls f(number, channel, column in the tile, whether both are inside K and V) for this lane's numbers of S.
@@ -171,54 +232,7 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
         kept += shape.V * kept_channels;
       }
       const TokenScalars<R> token_scalars = s.scalars[r];
-      // By column, first over this lane's channels, then over all: erased is S'^T k, of Dplr p = S^T a; read is S'^T q.
-      R k[CHANNELS], b[Rule::own_erasure ? CHANNELS : 1], erased[COLUMNS] = {}, read[COLUMNS] = {}, v[COLUMNS];
-#pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) v[c] = widened(in.v[r * BV + column + c]);
-#pragma unroll
-      for (int i = 0; i < CHANNELS; i += 4) {
-        const int place = r * BK + channel(i);
-        R q[4], a[4], decay[4];
-        load_neighbours<4>(q, in.q + place), load_neighbours<4>(k + i, in.k + place);
-        if constexpr (Rule::own_erasure) load_neighbours<4>(a, in.a + place), load_neighbours<4>(b + i, in.b + place);
-        if constexpr (Rule::channel_gates) load_neighbours<4>(decay, s.decays + place);
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-          for (int c = 0; c < COLUMNS; ++c) {
-            R& x = S[i + j][c];
-            if constexpr (Rule::own_erasure) erased[c] = fma(a[j], x, erased[c]);
-            x *= Rule::channel_gates ? decay[j] : token_scalars.decay;
-            if constexpr (!Rule::own_erasure) erased[c] = fma(k[i + j], x, erased[c]);
-            read[c] = fma(q[j], x, read[c]);
-          }
-      }
-      // The sums over the LANES lanes that share columns.
-#pragma unroll
-      for (int distance = 1; distance < LANES; distance *= 2)
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-          erased[c] += __shfl_xor_sync(0xffffffffu, erased[c], distance);
-          read[c] += __shfl_xor_sync(0xffffffffu, read[c], distance);
-        }
-      R written[COLUMNS];  // beta e times k's inverse length; Dplr: v. S+ = S' + k written^T (Dplr: + b p^T)
-      R o = 0;             // the output of the lane's column number `lane`, which this lane stores
-#pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) {
-        written[c] = Rule::own_erasure ? v[c]
-                                       : token_scalars.inverse_k_length * token_scalars.beta *
-                                             (v[c] - token_scalars.inverse_k_length * erased[c]);
-        R sum = fma(token_scalars.q_dot_k, written[c], read[c]);
-        if constexpr (Rule::own_erasure) sum = fma(token_scalars.q_dot_b, erased[c], sum);
-        o = lane == c ? sum : o;
-      }
-#pragma unroll
-      for (int i = 0; i < CHANNELS; ++i)
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-          S[i][c] = fma(k[i], written[c], S[i][c]);
-          if constexpr (Rule::own_erasure) S[i][c] = fma(b[i], erased[c], S[i][c]);
-        }
+      const R o = apply_token<Storage, Rule, BK>(S, s, in, token_scalars, r, lane, column);
       if (stores) *to = narrowed<T>(scale * token_scalars.inverse_q_length * o);
       to += args.o.token_stride;
     }
