@@ -74,7 +74,9 @@ def on_every_card():
         ):
             for gates_columns in (False, True) if order == "AfterWrite" else (False,):
                 yield cls(order, T, G, size, gates_columns)
-        yield gated.GatedShortBackward(order, T, G)
+        for longest in gated.SHORT_SEQUENCES:
+            yield gated.GatedShortForward(order, T, G, longest)
+            yield gated.GatedShortBackward(order, T, G, TOKENS=longest)
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)
             yield stages.IntraChunk(order, T, G, size)

@@ -192,6 +192,8 @@ def operators(rng, run, as_filled):
             call = partial(as_filled, run) if on_copies(sizes, dtype) else run
             arrays, (state,) = drawn(declared, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
             yield call(op, *arrays, **keywords, initial_state=state, output_final_state=True)
+        arrays, _ = drawn(declared, rng, (2, 80, 7, 70, 20), BFLOAT16)  # few tokens of many heads
+        yield run(op, *arrays, output_final_state=True)
 
 
 def backward(op, *arrays, initial_state=None, **keywords):

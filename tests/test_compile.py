@@ -140,6 +140,10 @@ SPILLED = {
     ("rwkv6/shift_mix", "sm_90"): 16,  # float32, and rows beyond 2,048 channels
     ("rwkv6/shift_mix", "sm_120"): 16,
     ("gated/small_forward", "sm_120"): 16,  # RWKV-6, float16, 8 channels
+    ("gated/short_backward", "sm_100"): 8,  # 8 tokens, here and below
+    ("gated/short_backward", "sm_120"): 8,
+    ("gated/short_forward", "sm_80"): 20,
+    ("gated/short_forward", "sm_120"): 64,
     ("delta/small_backward", "sm_80"): 224,
     ("delta/small_backward", "sm_90"): 144,
     ("gated/backward_channels", "sm_80"): 24,  # float16 in three products

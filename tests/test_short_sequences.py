@@ -16,10 +16,10 @@ from test_value_gate import pulled_back
 from linattn_np import gla, simple_gla, vjp
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import segments
-from linattn_np.backends.cupy.gated_kernels import GatedShortBackward
+from linattn_np.backends.cupy.gated_kernels import SHORT_SEQUENCES
 from linattn_np.declarations import GATED_DELTA_RULE, GLA, GLA_VALUE_GATE, KDA, RETENTION, RWKV7, SIMPLE_GLA
 
-TOKENS = GatedShortBackward.TOKENS
+TOKENS = SHORT_SEQUENCES[-1]
 LENGTHS = (0, 1, TOKENS, 7, 0)  # of packed sequences
 
 
@@ -59,6 +59,31 @@ def test_gradients(device, monkeypatch, rng, op, dtype, gate_dtype, T, K, V, gat
     plan, (found, again) = pulled(call, device)
     assert planned.names(plan)[0] == "gated_short_backward"
     call.assert_close("short", found, call.exact[1])
+    assert all(map(same_bits, found, again))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("lengths", [(), (0, 1, 8, 7, 0), LENGTHS], ids=["dense", "packed-8", "packed"])
+@pytest.mark.parametrize("final", [True, False], ids=["final", ""])
+@pytest.mark.parametrize("gate", ["trained", "some-inf", "all-20", "positive"])
+@pytest.mark.parametrize("K, V", [(1, 3), (128, 64), (64, 33), (130, 140), (20, 9), (300, 17)])
+@pytest.mark.parametrize("T", [1, 2, 7, 8, 9, TOKENS])
+@pytest.mark.parametrize(
+    "dtype, gate_dtype",
+    [("float32", None), ("bfloat16", None), ("float16", "float32")],
+)
+@pytest.mark.parametrize("op", ["gla", "rwkv6"])
+def test_outputs(device, monkeypatch, rng, op, dtype, gate_dtype, T, K, V, gate, final, lengths):
+    monkeypatch.setattr(segments, "takes_short_forward", lambda problem, device: True)
+    case = Case(
+        T=T, K=K, V=V, B=2 - bool(lengths), H=2, dtype=dtype, gate=gate, gate_dtype=gate_dtype, lengths=lengths,
+        initial=None,
+    )  # fmt: skip
+    call = Call(op, case, rng)
+    problem = call.op.bind([device.upload(x) for x in call.arrays], **call.options)
+    assert planned.names(planned.plan_of(problem, device))[-1] == "gated_short_forward"
+    found, again = (planned.results(call.op, call.arrays, device, final=final, **call.options) for _ in range(2))
+    assert_results(call.function, call.arrays, found, dtype, **call.options)
     assert all(map(same_bits, found, again))
 
 
@@ -153,13 +178,37 @@ def test_delta_rules(kernel_backend, rng, op, dtype, T, K, V, gate, initial, bou
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("op", [GLA, SIMPLE_GLA], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "N, T, K, V, dtype, given, short",
+    [
+        (133, 8, 64, 64, BFLOAT16, (), True),
+        (132, 8, 64, 64, BFLOAT16, (), False),  # no more than there are multiprocessors
+        (133, 8, 64, 64, BFLOAT16, ("final",), False),
+        (133, 4, 64, 64, BFLOAT16, ("final",), True),
+        (133, 8, 64, 72, HALF, ("final",), True),
+        (133, 9, 64, 72, SINGLE, ("final",), False),
+        (133, 8, 64, 64, BFLOAT16, ("initial",), False),
+        (133, 9, 128, 64, BFLOAT16, (), False),
+        (133, TOKENS, 136, 64, BFLOAT16, (), True),
+        (133, TOKENS, 64, 72, SINGLE, (), True),
+        (133, TOKENS + 1, 136, 72, SINGLE, (), False),
+    ],
+)
+def test_outputs_of_many_short_sequences(op, N, T, K, V, dtype, given, short):
+    arrays = [np.zeros(size, dtype) for size in sizes_of(op, {"B": N, "H": 1, "T": T, "K": K, "V": V})]
+    start = np.zeros((N, 1, K, V), np.float32) if "initial" in given else None
+    problem = op.bind(arrays, initial_state=start, output_final_state="final" in given)
+    assert ("gated_short_forward" in planned.names(planned.plan_of(problem, planned.Noting(90)))) == short
+
+
 @pytest.mark.parametrize(
     "op, N, T, K, V, taken",
     [
         (GLA, 265, 32, 128, 64, True),
         (GLA, 264, 32, 128, 64, False),
         (GLA, 265, 33, 128, 64, False),
-        (GLA, 133, 1, 64, 136, True),
+        (GLA, 133, 17, 64, 136, True),
         (SIMPLE_GLA, 265, 32, 64, 72, True),
         (SIMPLE_GLA, 265, 32, 64, 64, False),
         (SIMPLE_GLA, 265, 32, 72, 128, False),

@@ -30,24 +30,21 @@
 //           grows by more than 60 nats over a run of tokens, the excess is taken from the gates of all channels and
 //           added to those of all columns, or the other way round: neither decay is infinite where their product is not
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    sequences of at most 16 tokens; any K and V, with gv at most 2,560 (MOST_GATED; value_gate.py asks)
+// limits    sequences of at most TOKENS tokens, 8 or 16, with gv 16; any K and V, with gv at most 2,560 (MOST_GATED;
+//           value_gate.py asks)
 // instances T and G: float32, or T of 16 bits with G of T or float32; both orders, and GLA with gv (GATED): with gv a
 //           query reads the gate of its own token, which RWKV-6's does not
 // tests     test_short_sequences; with gv test_value_gate
-#include "lanes.cuh"
-#include "read_order.cuh"
+#include "gated/short_sequences.cuh"
 #include "ptx.cuh"
-#include "tensor.cuh"
+#include "read_order.cuh"
 
-constexpr int TOKENS = 16, THREADS = 128, WARPS = THREADS / 32;
 constexpr float MOST_GROWTH = 60.f;  // nats; where channels and columns both grow by more, states are beyond float32
 constexpr int COLUMNS = 16;          // of a state that are multiplied at a time
-// Numbers from one channel's or column's tokens to the next's: 8 lanes that read 16 bytes each are in different banks.
-constexpr int ROW = TOKENS + 4;
-constexpr int MOST_GATED = THREADS * ROW;  // channels, or columns, for whose runs limit_growth has room in `queries`
-static_assert(THREADS >= TOKENS && THREADS % COLUMNS == 0,
+constexpr int MOST_GATED =
+    THREADS * ROW<16>;  // channels, or columns, for whose runs limit_growth has room in `queries`
+static_assert(THREADS % COLUMNS == 0 && THREADS % 16 == 0,
               "a thread sets each shift, and threads share columns evenly");
-static_assert(TOKENS == 16 && WARPS == 4, "add_scores halves 16 scores over the lanes; four warps' sums are named");
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k, v, do_;
@@ -62,55 +59,16 @@ template <typename T, typename G> struct Args {
   StridedRows<G> dgv;
 };
 
-struct alignas(16) Shared {
-  float queries[THREADS * ROW];          // [128 channels, 16 tokens]: scale E_t0 q_t; before, scale S_0 do_t
-  float keys[THREADS * ROW];             // the same: F_s k_s; before, dS v_s
+template <int TOKENS> struct alignas(16) Shared {
+  float queries[THREADS * ROW<TOKENS>];  // [128 channels, tokens]: scale E_t0 q_t; before, scale S_0 do_t
+  float keys[THREADS * ROW<TOKENS>];     // the same: F_s k_s; before, dS v_s
   float decays[THREADS];                 // of channels, over all tokens
-  float rows[2][COLUMNS * ROW];          // two stages of [16 columns, 16 tokens] of do or v
+  float rows[2][COLUMNS * ROW<TOKENS>];  // two stages of [16 columns, tokens] of do or v
   float state[2][THREADS][COLUMNS + 1];  // and of [128 channels, 16 columns]
   float sums[WARPS][TOKENS * TOKENS];    // each warp's sums of scores, over its columns or channels
   float dA[TOKENS * TOKENS], A[TOKENS * TOKENS];
   float shifts[TOKENS];  // only if GATED: nats that a token's gates of channels lose, and those of columns gain
 };
-
-// The sequence and head of a block, from token `start` of batch row b on. The sequence has `tokens` tokens.
-struct Sequence {
-  i64 b, h, start;
-  int tokens;
-
-  // The tokens' numbers in column `column` of x, which has `width` columns; 0 where there is none.
-  template <typename T>
-  __device__ __forceinline__ void load(float (&to)[TOKENS], const StridedRows<T>& x, i64 column, i64 width) const {
-    const T* from = x.row(b, h, start) + column;
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t) to[t] = t < tokens && column < width ? to_float(from[t * x.token_stride]) : 0.f;
-  }
-  // Stores the numbers of the tokens that there are, if x has the column.
-  template <typename T>
-  __device__ __forceinline__ void store(const float (&from)[TOKENS], const StridedRows<T>& x, i64 column,
-                                        i64 width) const {
-    T* to = x.row(b, h, start) + column;
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t)
-      if (t < tokens && column < width) to[t * x.token_stride] = from_float<T>(from[t]);
-  }
-};
-
-// Calls f(i, four numbers) for i = 0, 4, 8, 12, as far as there are tokens: those of a channel or column in shared
-// memory. Numbers after the last token, up to three, must be zeros, or not be used.
-template <class F> __device__ __forceinline__ void each_four(const float* numbers, int tokens, F f) {
-#pragma unroll
-  for (int i = 0; i < TOKENS; i += 4)
-    if (i < tokens) f(i, *reinterpret_cast<const float4*>(numbers + i));
-}
-
-// x[t ... t + 3] += factor times four numbers.
-__device__ __forceinline__ void add_four(float (&x)[TOKENS], int t, float factor, float4 four) {
-  x[t] = fmaf(factor, four.x, x[t]);
-  x[t + 1] = fmaf(factor, four.y, x[t + 1]);
-  x[t + 2] = fmaf(factor, four.z, x[t + 2]);
-  x[t + 3] = fmaf(factor, four.w, x[t + 3]);
-}
 
 // The largest x of the warp, in every lane.
 __device__ __forceinline__ float largest_of_warp(float x) {
@@ -122,9 +80,9 @@ __device__ __forceinline__ float largest_of_warp(float x) {
 // Changes the tokens' shifts so that by these gates, of `width` channels or columns, no run of tokens grows by more
 // than MOST_GROWTH. sign * shift is added to each gate of a token (-1: channels, 1: columns). What these gates lose the
 // gates of the other side gain: those of channels, of which this is called first, may then grow by more again.
-template <typename G>
-__device__ __forceinline__ void limit_growth(Shared& s, const Sequence& sequence, const StridedRows<const G>& gates,
-                                             int width, float sign) {
+template <int TOKENS, typename G>
+__device__ __forceinline__ void limit_growth(Shared<TOKENS>& s, const Sequence& sequence,
+                                             const StridedRows<const G>& gates, int width, float sign) {
   float* const runs = s.queries;  // of each channel: the largest sum of the gates of a run that ends with this token
   for (int c = threadIdx.x; c < width; c += THREADS) runs[c] = 0.f;
 #pragma unroll 1
@@ -147,29 +105,12 @@ __device__ __forceinline__ void limit_growth(Shared& s, const Sequence& sequence
   __syncthreads();  // the shifts are complete
 }
 
-// Adds x[s], summed over the warp's lanes, to score [t, s] of the warp's `sums`; if `first`, stores it there.
-// sum_and_share (lanes.cuh) leaves each two lanes one of the 16 sums over the lanes of the same parity.
-__device__ __forceinline__ void add_scores(float (&x)[TOKENS], float* sums, int t, bool first) {
-  const int lane = threadIdx.x & 31;
-  sum_and_share<TOKENS, 16, 2>(x);
-  const float sum = sum_over_lanes<2>(x[0]);
-  float& score = sums[t * TOKENS + lane / 2];
-  if (lane % 2 == 0) score = first ? sum : score + sum;
-}
-
-// Stores scores: `scale` times the sums of all warps. Warps may write to `sums` again afterwards.
-__device__ __forceinline__ void finish_scores(Shared& s, float* scores, int tokens, float scale) {
-  __syncthreads();  // all warps have written their sums
-  for (int i = threadIdx.x; i < tokens * TOKENS; i += THREADS)
-    scores[i] = scale * ((s.sums[0][i] + s.sums[1][i]) + (s.sums[2][i] + s.sums[3][i]));
-  __syncthreads();  // the scores are complete, and the warps' sums have been read
-}
-
 // x[t] = the sum over columns of S row_at(t, column), for channel first_channel + threadIdx.x. S: a number of `state`
 // [K, V], times that of `other` unless this is null. The next columns are copied while the present ones are multiplied.
-template <class Row>
-__device__ __forceinline__ void multiply_state(Shared& s, float (&x)[TOKENS], i64 first_channel, const Shape& shape,
-                                               int tokens, const float* state, const float* other, Row row_at) {
+template <int TOKENS, class Row>
+__device__ __forceinline__ void multiply_state(Shared<TOKENS>& s, float (&x)[TOKENS], i64 first_channel,
+                                               const Shape& shape, int tokens, const float* state, const float* other,
+                                               Row row_at) {
 #pragma unroll
   for (float& sum : x) sum = 0.f;
   const int column = threadIdx.x % COLUMNS, row = threadIdx.x / COLUMNS;
@@ -184,7 +125,7 @@ __device__ __forceinline__ void multiply_state(Shared& s, float (&x)[TOKENS], i6
       else cp_async<4>(&to, state + at, valid);
     }
     for (int t = row; t < TOKENS; t += THREADS / COLUMNS)
-      s.rows[stage][column * ROW + t] = exists && t < tokens ? row_at(t, first + column) : 0.f;
+      s.rows[stage][column * ROW<TOKENS> + t] = exists && t < tokens ? row_at(t, first + column) : 0.f;
     cp_async_commit();
   };
   __syncthreads();  // the columns of an earlier state have been read
@@ -197,26 +138,26 @@ __device__ __forceinline__ void multiply_state(Shared& s, float (&x)[TOKENS], i6
 #pragma unroll 4
     for (int c = 0; c < COLUMNS; ++c) {
       const float S = s.state[stage][threadIdx.x][c];
-      each_four(s.rows[stage] + c * ROW, tokens, [&](int t, float4 row) { add_four(x, t, S, row); });
+      each_four<TOKENS>(s.rows[stage] + c * ROW<TOKENS>, tokens, [&](int t, float4 row) { add_four(x, t, S, row); });
     }
   }
 }
 
 // A thread's sums over tokens, for its channel or its column. For a column do takes the place of q, v of k, gv of g and
 // A of dA: dk is then dv, and dg is dgv.
-struct Sums {
+template <int TOKENS> struct Sums {
   float dk[TOKENS], dg[TOKENS], du;
 };
 
 // Computes `Sums`. q, k, a: the channel's numbers and decays. dA: scores' gradients. u: the weight of a token's own
 // key, used if BEFORE. from_initial(t): scale S_0 do_t, used if has_initial. from_final(t): dS v_t, and from_states:
 // S_0 . dS, both used if has_final. Calls row(t, dq, x) for every token t; x[s]: the channel's term of score [t, s].
-template <bool BEFORE, class Initial, class Final, class Row>
-__device__ __forceinline__ Sums sum_over_tokens(const float (&q)[TOKENS], const float (&k)[TOKENS],
-                                                const float (&a)[TOKENS], float u, const float* dA, int tokens,
-                                                bool has_initial, Initial from_initial, bool has_final,
-                                                Final from_final, float from_states, Row row) {
-  Sums sums = {};
+template <bool BEFORE, int TOKENS, class Initial, class Final, class Row>
+__device__ __forceinline__ Sums<TOKENS> sum_over_tokens(const float (&q)[TOKENS], const float (&k)[TOKENS],
+                                                        const float (&a)[TOKENS], float u, const float* dA, int tokens,
+                                                        bool has_initial, Initial from_initial, bool has_final,
+                                                        Final from_final, float from_states, Row row) {
+  Sums<TOKENS> sums = {};
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t)
     if (t < tokens) {
@@ -266,15 +207,17 @@ __device__ __forceinline__ Sums sum_over_tokens(const float (&q)[TOKENS], const 
   return sums;
 }
 
+// Blocks of a multiprocessor, as their registers allow: of three a thread has 168, of two 255.
+template <bool GATED, int TOKENS> constexpr int RESIDENT = GATED ? 2 : TOKENS > 8 ? 3 : 5;
+
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of data; G: that of gates and their
-// gradients. GATED: whether columns have gates gv, too. By the launch bounds a multiprocessor has registers for three
-// blocks, 168 a thread; GATED for two, 255 a thread. Threads without a channel or column go through all loops, with
-// zeros: sums by shuffles and barriers need them.
-template <class ReadOrder, typename T, typename G, bool GATED>
-__global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(const Args<T, G> args) {
+// gradients. GATED: whether columns have gates gv, too; TOKENS: the most of a sequence. Threads without a channel or
+// column go through all loops, with zeros: sums by shuffles and barriers need them.
+template <class ReadOrder, typename T, typename G, bool GATED, int TOKENS>
+__global__ void __launch_bounds__(THREADS, RESIDENT<GATED, TOKENS>) gated_short_backward(const Args<T, G> args) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   static_assert(!(GATED && BEFORE), "a query reads the column gate of its own token, which RWKV-6's does not");
-  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<TOKENS>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 h = blockIdx.x % shape.H, n = blockIdx.x / shape.H, K = shape.K, V = shape.V;
   const Span span = tokens_of(shape, n % shape.row_sequences);
@@ -337,10 +280,10 @@ __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(c
         add_scores(x, own_sums, t, first == 0);
       }
   }
-  finish_scores(s, s.dA, tokens, scale);
+  finish_scores<TOKENS>(s, s.dA, tokens, scale);
 
-  float* const own_queries = s.queries + threadIdx.x * ROW;
-  float* const own_keys = s.keys + threadIdx.x * ROW;
+  float* const own_queries = s.queries + threadIdx.x * ROW<TOKENS>;
+  float* const own_keys = s.keys + threadIdx.x * ROW<TOKENS>;
 #pragma unroll 1
   for (i64 first = 0; first < K; first += THREADS) {  // dq, dk, dg, du and the sums of A: a thread has a channel
     const i64 channel = first + threadIdx.x;
@@ -370,7 +313,7 @@ __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(c
     sequence.load(k, args.k, channel, K);
     load_decays(a, channel);
     const float u = BEFORE && channel < K ? args.u[h * K + channel] : 0.f;
-    const Sums sums = sum_over_tokens<BEFORE>(
+    const Sums<TOKENS> sums = sum_over_tokens<BEFORE>(
         q, k, a, u, s.dA, tokens, args.initial, [&](int t) { return own_queries[t]; }, args.dht,
         [&](int t) { return own_keys[t]; }, from_states,
         [&](int t, float dq, float (&x)[TOKENS]) {
@@ -381,7 +324,7 @@ __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(c
     sequence.store(sums.dg, args.dg, channel, K);
     if (args.partial_du && channel < K) args.partial_du[(n * shape.H + h) * K + channel] = sums.du;
   }
-  finish_scores(s, s.A, tokens, scale);
+  finish_scores<TOKENS>(s, s.A, tokens, scale);
 
   const bool reads_initial = GATED && args.initial;
 #pragma unroll 1
@@ -430,9 +373,10 @@ __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(c
             float dS_0 = s.decays[c] * dS;
             from_states = fmaf(S, dS_0, from_states);
             dS_0 *= all;
-            each_four(s.keys + c * ROW, tokens, [&](int t, float4 keys) { add_four(from_final, t, dS, keys); });
+            each_four<TOKENS>(s.keys + c * ROW<TOKENS>, tokens,
+                              [&](int t, float4 keys) { add_four(from_final, t, dS, keys); });
             if (args.dh0 || reads_initial)
-              each_four(s.queries + c * ROW, tokens, [&](int t, float4 x) {
+              each_four<TOKENS>(s.queries + c * ROW<TOKENS>, tokens, [&](int t, float4 x) {
                 if (GATED) add_four(from_initial, t, S, x);
                 const float low = fmaf(x.x, from_start[t], x.y * from_start[t + 1]);
                 dS_0 += low + fmaf(x.z, from_start[t + 2], x.w * from_start[t + 3]);
@@ -441,7 +385,7 @@ __global__ void __launch_bounds__(THREADS, GATED ? 2 : 3) gated_short_backward(c
           }
       }
     }
-    const Sums sums = sum_over_tokens<BEFORE>(
+    const Sums<TOKENS> sums = sum_over_tokens<BEFORE>(
         do_, v, a, 1.f, s.A, tokens, reads_initial, [&](int t) { return from_initial[t]; }, args.dht,
         [&](int t) { return from_final[t]; }, from_states, [](int, float, float (&)[TOKENS]) {});
     sequence.store(sums.dk, args.dv, column, V);

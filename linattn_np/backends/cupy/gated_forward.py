@@ -20,7 +20,7 @@ from .gated_kernels import PANEL, SPLIT_CHANNELS, GatedWideOperands, ScanSegment
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, common_bytes
 from .rank_summary import RankSummary
-from .segments import COPIED, HOPPER, PORTABLE, SMALL, WIDE, tiles_at_once
+from .segments import COPIED, HOPPER, PORTABLE, SHORT, SMALL, WIDE, tiles_at_once
 
 
 def plan_in_chunks(problem, device, summaries=()):
@@ -205,6 +205,16 @@ class WideForward(PortableForward):
         draft.launch(kernel, blocks, **rows, **intermediate, **states, shape=shape, scale=problem.scale)
 
 
+class ShortForward(ForwardPass):
+    """The forward pass by the kernel for short sequences without initial states, which reads any rows."""
+
+    def launch_outputs(self, spans, initial, final):
+        N, H = self.problem.shape("N H")
+        arrays = {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "o": self.o, "u": self.u}
+        common = {"shape": self.draft.shape(self.problem, spans), "scale": self.problem.scale}
+        self.draft.launch(self.cut.kernel, N * H, **arrays, **common, final=final)
+
+
 class SmallForward(ForwardPass):
     """The forward pass by kernels for heads of at most 16 channels and columns, of which a warp computes several."""
 
@@ -299,4 +309,10 @@ class HopperForward(ForwardPass):
         return maps | {f"{name}_rows": x for name, x in zip("qkgv", (self.q, self.k, self.g, self.v))}
 
 
-PASS_OF_WAY = {SMALL: SmallForward, HOPPER: HopperForward, WIDE: WideForward, PORTABLE: PortableForward}
+PASS_OF_WAY = {
+    SMALL: SmallForward,
+    SHORT: ShortForward,
+    HOPPER: HopperForward,
+    WIDE: WideForward,
+    PORTABLE: PortableForward,
+}

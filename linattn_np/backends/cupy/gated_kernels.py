@@ -492,6 +492,29 @@ class GatedWideForward(TiledKernel):
         return {"BK": self.channels, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
 
 
+SHORT_SEQUENCES = (8, 16)  # the possible TOKENS of kernels for short sequences: the most tokens of one
+
+
+class GatedShortForward(GatedKernel):
+    """o and the final states of sequences of at most TOKENS tokens without initial states: a block computes one head
+    of a sequence."""
+
+    file = "gated/short_forward"
+    arguments = members("strided q k v g o, pointers? u final, shape, float64s scale")
+    shared_memory = ("Shared<{TOKENS}>",)
+    constants = (("RESIDENT<{TOKENS}>", "blocks_per_multiprocessor"),)
+    threads = 128
+    TOKENS: int
+
+    @property
+    def blocks_per_multiprocessor(self):
+        return 3 if self.TOKENS > 8 else 6
+
+    @property
+    def tiles(self):
+        return {"chunk": self.TOKENS}
+
+
 class GatedShortBackward(GatedKernel):
     """All gradients of sequences of at most TOKENS tokens, and du of each sequence: a block computes one head of a
     sequence. `gates_columns`: columns of V have gates, too."""
@@ -501,16 +524,16 @@ class GatedShortBackward(GatedKernel):
         "strided q k v do_ g dq dk dv dg, pointers? u initial dht dh0 partial_du, shape, float64s scale, "
         "strided? gv dgv"
     )
-    shared_memory = ("Shared",)
+    shared_memory = ("Shared<{TOKENS}>",)
     threads = 128
-    TOKENS: ClassVar[int] = 16
     MOST_GATED: ClassVar[int] = 2560  # channels and columns, if columns have gates
-    constants = (("TOKENS", "TOKENS"), ("MOST_GATED", "MOST_GATED"))
+    constants = (("MOST_GATED", "MOST_GATED"), ("RESIDENT<{gates_columns}, {TOKENS}>", "blocks_per_multiprocessor"))
     gates_columns: bool = False
+    TOKENS: int = SHORT_SEQUENCES[-1]
 
     @property
     def blocks_per_multiprocessor(self):
-        return 2 if self.gates_columns else 3
+        return 2 if self.gates_columns else 3 if self.TOKENS > 8 else 5
 
     @property
     def tiles(self):
@@ -597,7 +620,7 @@ class GatedSmallBackward(GatedSmall):
     )
     WARPS: ClassVar[int] = 2
     SEGMENT: ClassVar[int] = 32
-    blocks_per_multiprocessor = 4
+    blocks_per_multiprocessor = 5
     NUMBERS: ClassVar[int] = 16  # numbers of a state that each lane holds in registers
     constants = (*GatedSmall.constants, ("NUMBERS", "NUMBERS"))
 

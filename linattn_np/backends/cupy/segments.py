@@ -35,6 +35,7 @@ from .gated_kernels import (
     PANEL,
     SCALAR,
     SEGMENT_STATE,
+    SHORT_SEQUENCES,
     SINGLE_PASS,
     SMALL_SIZES,
     SPLIT_CHANNELS,
@@ -50,6 +51,7 @@ from .gated_kernels import (
     GatedForwardSm90,
     GatedSegmentStates,
     GatedShortBackward,
+    GatedShortForward,
     GatedSmallBackward,
     GatedSmallForward,
     GatedSmallStates,
@@ -164,7 +166,7 @@ def tf32_products(problem) -> int:
 # -- one problem -------------------------------------------------------------------------------------------------------
 # The ways of computing a pass: each is a set of kernels, and `explain` prints the text.
 SMALL, HOPPER, WIDE, PORTABLE = "small heads", "Hopper", "wide heads", "every card"
-SHORT = "short sequences"  # one backward kernel for sequences of few tokens
+SHORT = "short sequences"  # one kernel of each pass for sequences of few tokens
 TILED = "tiles of the state"  # Hopper's own backward kernels, for one tile of 128 channels and columns after the other
 COPIED = "wider copies"  # the same call on copies of its arrays, whose rows are padded to multiples of 16 bytes
 
@@ -212,12 +214,36 @@ def takes_short_backward(problem, tile) -> bool:
         precision; 0 if they never do
 
     Microseconds on an H200 of 4,096 heads in bfloat16, by Hopper's kernels and by this one: 64 channels and columns, 8
-    tokens 116, 121, 16 tokens 119, 205; one token from an initial state 145, 265. 128 of both, 16 tokens 259, 211.
+    tokens 116, 66, 16 tokens 119, 205; one token from an initial state 145, 265. 128 of both, 16 tokens 259, 211.
     """
     widest, longest = max(problem.shape("K V")), problem.spans.longest
-    few = 8 if widest <= TILES[0] else GatedShortBackward.TOKENS
-    computes = min(problem.shape("K V")) > 0 and longest <= GatedShortBackward.TOKENS
+    few = SHORT_SEQUENCES[widest > TILES[0]]
+    computes = min(problem.shape("K V")) > 0 and longest <= SHORT_SEQUENCES[-1]
     return computes and (widest > tile or problem.initial_state is None and longest <= few)
+
+
+def tokens_of_short(problem) -> int:
+    """The TOKENS of a kernel for short sequences: the least that hold the longest sequence."""
+    return next(most for most in SHORT_SEQUENCES if problem.spans.longest <= most)
+
+
+def takes_short_forward(problem, device) -> bool:
+    """Whether the forward kernel for short sequences computes a call of heads that are not small: it can, and it takes
+    less time than the kernels in chunks.
+
+    Microseconds on an H200 of 4,096 heads in bfloat16, by those and by this one: 64 channels and columns, 8 tokens 47,
+    32, with final states 57, 61, of 4 tokens 57, 46; 128 of both, 16 tokens 122, 136, in float32 151, 103. 20,600 heads
+    of 512 of both, 3 tokens 7,570, 389; 256 heads, 16 tokens 104, 35.
+    """
+    (N, H, K, V), longest = problem.shape("N H K V"), problem.spans.longest
+    final, narrow = problem.output_final_state or "final_state" in problem.options, max(K, V) <= TILES[0]
+    few, most = SHORT_SEQUENCES
+    if final:
+        most = few // 2 if narrow else few
+    elif K <= TILES[-1] and (narrow or problem.dtype != FLOAT32):
+        most = few
+    computes = min(K, V) > 0 and problem.initial_state is None and problem.dtype != DOUBLE
+    return computes and N * H > device.multiprocessors and longest <= most
 
 
 def are_wide(problem, device) -> bool:
@@ -373,6 +399,9 @@ def without_a_short_segment(problem, device, cut) -> ForwardCut:
 def forward_cut(problem, device) -> ForwardCut:
     """How the forward pass is computed for gates of every channel."""
     small = are_small(problem, device)
+    if not small and takes_short_forward(problem, device):
+        instance = read_order(problem.op), problem.dtype, gate_dtype(problem)
+        return ForwardCut(SHORT, GatedShortForward(*instance, tokens_of_short(problem)))
     hopper = not small and fits_hoppers_forward(problem, device, problem.token_arrays)
     # The option "final_state" is an array of a model, to which kernels write the last states themselves.
     if not hopper and "final_state" not in problem.options and copies_are_faster(problem, device):
@@ -614,7 +643,8 @@ def backward_cut(problem, device, do, sums_dg=False, saved=None, summarised=Fals
     """
     way = backward_way(problem, device, sums_dg)
     if way == SHORT:
-        kernel = GatedShortBackward(read_order(problem.op), problem.dtype, gate_dtype(problem))
+        instance = read_order(problem.op), problem.dtype, gate_dtype(problem)
+        kernel = GatedShortBackward(*instance, TOKENS=tokens_of_short(problem))
         return BackwardCut(SHORT, device, kernels=(kernel,))
     if way in (HOPPER, TILED):
         backward = segments_of_pullback(problem, device)
@@ -842,7 +872,7 @@ def scalar_forward_cut(problem, device, only_summary=False) -> ForwardCut:
     way PORTABLE) as `forward_cut` says, with a copy of the gate for every channel. `only_summary`: whether no o is
     computed but a summary, which is never made of padded copies."""
     arrays, small = [problem[name] for name in "qkv"], takes_small_heads(problem)
-    if problem.mode != "chunk":
+    if problem.mode != "chunk" or not small and takes_short_forward(problem, device):
         return ForwardCut(PORTABLE)
     only_copies_fit = not small and only_copies_fit_hopper(problem, device, arrays)
     if not only_summary and (only_copies_fit or loads_forward_slowly(problem, device, arrays)):
@@ -881,7 +911,7 @@ def scalar_backward_cut(problem, device, do=None, summarised=False) -> BackwardC
     if not fits or has_own_gates(problem) and takes_small_heads(problem):
         return BackwardCut(PORTABLE, device)
     # The kernel for short sequences has a launch instead of one for each tile, and more blocks on a multiprocessor.
-    # Microseconds on an H200: 486 sequences of 5 tokens, 32 heads of 128 of both, 2,457, 412; 320 heads of 64 18, 17.
+    # Microseconds on an H200: 486 sequences of 5 tokens, 32 heads of 128 of both, 2,457, 196; 320 heads of 64 18, 17.
     short = takes_short_backward(problem, TILES[-1]) and problem.initial_state is None
     many = problem.sizes["N"] * problem.sizes["H"] > device.multiprocessors
     if fits_a_tile(problem) and not (short and many):
