@@ -166,23 +166,29 @@ __global__ void __launch_bounds__(2 * BV, blocks_with_room<Shared<Schedule, T, G
     if (!Schedule::all_channels)
       sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + first_column + column;
     if (in_pairs) {
+      if (!first)  // all are read before one is written: else each read would wait for the write before it
+#pragma unroll
+        for (int n = 0; n < BT / 8; ++n)
+#pragma unroll
+          for (int across = 0; across < 2; ++across) {
+            if (8 * n >= rows || column + 8 * across >= columns) continue;
+            Piece<2, float> sum;
+            sum.load(sums + 8 * n * shape.V + 8 * across);
+            o[n / 2][across][n % 2 * 2] += sum.get(0), o[n / 2][across][n % 2 * 2 + 1] += sum.get(1);
+          }
 #pragma unroll
       for (int n = 0; n < BT / 8; ++n) {
 #pragma unroll
         for (int across = 0; across < 2; ++across) {
           const bool inside = 8 * n < rows && column + 8 * across < columns;
-          float x[2] = {o[n / 2][across][n % 2 * 2], o[n / 2][across][n % 2 * 2 + 1]};
-          Piece<2, float> sum;
-          if (!first && inside) {
-            sum.load(sums + 8 * across);
-            x[0] += sum.get(0), x[1] += sum.get(1);
-          }
+          const float x[2] = {o[n / 2][across][n % 2 * 2], o[n / 2][across][n % 2 * 2 + 1]};
           if (last) {
             const float scaled[2] = {scale * x[0], scale * x[1]};
             Piece<2, T> two;
             two.set(scaled);
             if (inside) two.store(to + 8 * across);
           } else {
+            Piece<2, float> sum;
             sum.set(x);
             if (inside) sum.store(sums + 8 * across);
           }
