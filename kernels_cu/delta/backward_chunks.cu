@@ -483,12 +483,9 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, BK>>(2))
   }
   // d[16 tokens from 16 m on, the warp's 16 channels] += a matrix of tokens times k or q. LOWER, UPPER: the block of
   // 16 x 16 tokens on the diagonal's other side would be 0; it is left out, and must be: no task has stored it.
-#pragma unroll
-  for (int m = 0; m < BT / 16; ++m) {
-    multiply_tokens<LOWER, BK>(dq[m], s.dq_from_k, s.k, 16 * m, channel);
-    multiply_tokens<WHOLE, BK>(dk[m], s.dk_from_k, s.k, 16 * m, channel);
-    multiply_tokens<UPPER, BK>(dk[m], s.dk_from_q, s.q, 16 * m, channel);
-  }
+  multiply_tokens<LOWER, BK>(dq, s.dq_from_k, s.k, channel);
+  multiply_tokens<WHOLE, BK>(dk, s.dk_from_k, s.k, channel);
+  multiply_tokens<UPPER, BK>(dk, s.dk_from_q, s.q, channel);
   __syncthreads();  // pair_terms are in shared memory
   if (args.dg.p && warp == 0) {
     float dg = 0.f, S_term = 0.f, dS_term = 0.f;

@@ -228,12 +228,10 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
                          {float(i == j) - s.beta[j] * x.x, float(i == j + 1) - s.beta[j + 1] * x.y});
         },
         s.N_transposed);
-  // The warp's 16 channels of Z, then of W. multiply_tokens: sum[m] += 16 rows of the matrix, from 16 m on, times the
-  // tile.
+  // The warp's 16 channels of Z, then of W. multiply_tokens: sum += the matrix times the tile.
   const int channel = int(threadIdx.x) / 32 * 16;
   Accumulators sum = {};
-#pragma unroll
-  for (int m = 0; m < BT / 16; ++m) multiply_tokens<UPPER, BK>(sum[m], s.N_transposed, s.ke, 16 * m, channel);
+  multiply_tokens<UPPER, BK>(sum, s.N_transposed, s.ke, channel);
   __syncwarp();  // all lanes have read these channels of ke
   const RowNumbers Z_factors([&](int i) { return GRADIENT ? k_lengths.power[i] : s.beta[i] * k_lengths.power[i]; });
   each_pair([&](int i, int c, int m, int across, int down) {
@@ -243,8 +241,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   });
   store_channels<BK>(to.Z[0], s.Z);
   __syncthreads();  // 6: B is in shared memory
-#pragma unroll
-  for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(sum[m], s.B, s.E, 16 * m, channel);
+  multiply_tokens<LOWER, BK>(sum, s.B, s.E, channel);
   const float scale = float(args.w_scale);
   const RowNumbers W_factors([&](int i) { return scale * q_lengths.power[i]; });
   each_pair([&](int i, int c, int m, int across, int down) {

@@ -176,25 +176,27 @@ __device__ __forceinline__ void set_inverse_lengths(TokenFactors& s, const T* q,
 
 enum Filled { LOWER, UPPER, WHOLE };  // where a matrix of tokens is not 0: up to, or from, its diagonal on
 
-// d += 16 rows of `matrix` [BT, BT], a Matrix or a LowerMatrix, from `row` on, times 16 columns from `column` on of the
-// tile `tokens` [BT, COLS]; d[n] are columns 8n ... 8n + 7. FILLED says where the matrix is not 0: blocks of 16 x 16
-// elsewhere are skipped, but zeros within a block must be stored.
+// d += `matrix` [BT, BT], a Matrix or a LowerMatrix, times 16 columns from `column` on of the tile `tokens` [BT, COLS].
+// FILLED says where the matrix is not 0: blocks of 16 x 16 elsewhere are skipped, but zeros within a block must be
+// stored.
 template <Filled FILLED, int COLS, class M, typename T>
-__device__ __forceinline__ void multiply_tokens(float (&d)[2][4], const M& matrix, const T* tokens, int row,
-                                                int column) {
+__device__ __forceinline__ void multiply_tokens(Accumulators& d, const M& matrix, const T* tokens, int column) {
   const RightReader<COLS, T> reader;
   const int lane = own_lane();
 #pragma unroll
   for (int token = 0; token < BT; token += 16) {
-    if (FILLED == UPPER && token < row || FILLED == LOWER && token > row) continue;
     Word<T> b[4];
     reader.load(b, tokens, token, column);
 #pragma unroll
-    for (int number = 0; number < M::NUMBERS; ++number) {
-      Word<T> a[4];
-      matrix.load(a, number, row, token, lane);
-      mma_m16n8k16(d[0], a, {b[0], b[1]}, T{});
-      mma_m16n8k16(d[1], a, {b[2], b[3]}, T{});
+    for (int row = 0; row < BT; row += 16) {
+      if (FILLED == UPPER && token < row || FILLED == LOWER && token > row) continue;
+#pragma unroll
+      for (int number = 0; number < M::NUMBERS; ++number) {
+        Word<T> a[4];
+        matrix.load(a, number, row, token, lane);
+        mma_m16n8k16(d[row / 16][0], a, {b[0], b[1]}, T{});
+        mma_m16n8k16(d[row / 16][1], a, {b[2], b[3]}, T{});
+      }
     }
   }
 }

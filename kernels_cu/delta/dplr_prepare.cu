@@ -297,15 +297,11 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
         put(s.H, N_power * q_lengths.power[i], column_lengths[1], sums[1].x, sums[1].y);
       },
       s.L_transposed, s.N_transposed);
-  // The warp's 16 channels of Zk and Zb, then of W. multiply_tokens: z[n][m] += 16 rows of the matrix, from 16 m on,
-  // times the tile.
+  // The warp's 16 channels of Zk and Zb, then of W. multiply_tokens: z[n] += the matrix times the tile.
   const int channel = int(threadIdx.x) / 32 * 16;
   Accumulators z[2] = {};
-#pragma unroll
-  for (int m = 0; m < BT / 16; ++m) {
-    multiply_tokens<UPPER, BK>(z[0][m], s.L_transposed, s.to_end[1], 16 * m, channel);
-    multiply_tokens<UPPER, BK>(z[1][m], s.N_transposed, s.to_end[1], 16 * m, channel);
-  }
+  multiply_tokens<UPPER, BK>(z[0], s.L_transposed, s.to_end[1], channel);
+  multiply_tokens<UPPER, BK>(z[1], s.N_transposed, s.to_end[1], channel);
   __syncwarp();  // all lanes have read these channels of be
   const RowNumbers k_factors([&](int i) { return column_lengths[0].power[i]; });
   const RowNumbers b_factors([&](int i) { return N_power * column_lengths[1].power[i]; });
@@ -320,8 +316,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   store_channels<BK>(to.Z[1], s.Z[1]);
   __syncthreads();  // 8: H and B are in shared memory
   Accumulators w = {};
-#pragma unroll
-  for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.H, s.E, 16 * m, channel);
+  multiply_tokens<LOWER, BK>(w, s.H, s.E, channel);
   const float scale = float(args.w_scale);
   const RowNumbers W_factors([&](int i) { return scale * q_lengths.power[i]; });
   each_pair([&](int i, int c, int m, int across, int down) {

@@ -227,16 +227,14 @@ __global__ void __launch_bounds__(2 * BK,
         s.N_transposed);
   __syncthreads();  // B and Z_from_keys are in shared memory
 
-  // The warp's 16 channels of Z, E and W. multiply_tokens: z[m] += 16 rows of the matrix, from 16 m on, times the tile.
+  // The warp's 16 channels of Z, E and W. multiply_tokens: z += the matrix times the tile.
   const int channel = 16 * warp;
   Accumulators z = {}, w = {};
-#pragma unroll
-  for (int m = 0; m < BT / 16; ++m) multiply_tokens<UPPER, BK>(z[m], s.Z_from_keys, s.k, 16 * m, channel);
+  multiply_tokens<UPPER, BK>(z, s.Z_from_keys, s.k, channel);
   __syncwarp();  // all lanes have read these channels of k
   scale_keys(s, channel);
   store_channels<BK>(to.E, s.E);
-#pragma unroll
-  for (int m = 0; m < BT / 16; ++m) multiply_tokens<LOWER, BK>(w[m], s.B, s.E, 16 * m, channel);
+  multiply_tokens<LOWER, BK>(w, s.B, s.E, channel);
   __syncwarp();  // all lanes have read these channels of E
   const float scale = float(args.w_scale);
   each_pair([&](int i, int c, int m, int across, int down) {
