@@ -17,7 +17,7 @@
 //           for sum_parts.cu
 // grid      a block for every (batch, head of values, chunk, 64 channels), channels fastest; a warp for 16 channels
 // smem      Shared: the chunk's q, k and gates; 64 columns of S, dS, do, w and e at a time
-// barriers  two for every 64 columns of V: they have arrived (the first time also: inverse lengths and beta are stored)
+// barriers  two for every 64 columns of V: they have arrived (the first time also: weights and lengths are stored)
 //           | they have been read, and q, k and g have arrived. Then: terms of S and dS, and pairs, are stored;
 //           add_pairs_of_blocks has four more
 // order     1 for every 64 columns of V: products with S and dS (multiply_states), products of pairs (multiply_values)
@@ -25,6 +25,8 @@
 //           3 add_pairs_of_blocks: pairs of two blocks. From here on a warp has a block of 8 tokens
 //           4 the block's own pairs: by rows, which completes dq; by columns, which completes dk
 //           5 add_terms_of_blocks completes dg
+// lengths   normalized tokens are q / |q|, k / |k|. The kernel takes q and k as they are, and multiplies what they are
+//           multiplied with, pairs and terms, by 1 / |q| and 1 / |k|; so dq and dk are divided by them, until stored
 // numerics  products with S and dS, and of values, are of T, summed in float32. For 16-bit data e is the sum of two T
 //           in its products with do and w; dS e takes e rounded to T. Pairs within a block of 8 tokens are added up in
 //           float32. Pairs of two blocks are products of tensor cores; for 16-bit data their operands are sums of two
@@ -71,11 +73,11 @@ template <typename T, typename G> struct Args {
 // A *row* reads the state (q, and k as it reads), a *column* writes to it (k as it writes).
 // The three sums that dq and dk consist of: dq; dk of k as a row; dk of k as a column.
 enum Term { Q_ROW, K_ROW, K_COLUMN };
-// Each token's vectors of V numbers in s.values. scale DO is the gradient of what row q reads, -beta W that of what row
-// k reads, beta E is what column k writes. E is rounded to T; E_ERROR, for 16-bit data only, is its rounding error.
+// Each token's vectors of V numbers in s.values. Times s.weights DO is the gradient of what row q reads, W that of what
+// row k reads, E what column k writes. E is rounded to T; E_ERROR, for 16-bit data only, is its rounding error.
 enum Value { DO, W, E, E_ERROR };
 static_assert(E_ERROR == E + 1 && E_ERROR < THREADS / 32, "a warp copies each, and errors follow what is rounded");
-enum Token { TOKEN_Q, TOKEN_K };  // arrays of tokens: in s.tokens, s.inverse_length and args.parts
+enum Token { TOKEN_Q, TOKEN_K };  // arrays of tokens: in s.tokens, s.lengths and args.parts
 
 // BlockSums (channel_backward.cuh) has what products of two blocks need: pairs_across, block_decays, row_sums,
 // column_sums, end_sums, state_product. Its arguments: 1, the number of kinds of columns (k alone); Operand<T, bf16>,
@@ -99,8 +101,9 @@ template <typename T, typename G> struct alignas(16) Shared : BlockSums<1, Opera
     float terms[3][BT * TILE];
   };
   float2 pairs[BLOCKS][BLOCK][BLOCK];  // (a_ij, m_ij) of pairs within a block: [block][i][j], read for j <= i
-  float inverse_length[2][BT];         // by Token: 1 / |q_i|, 1 / |k_i|; 1 if not normalized
-  float beta[BT];
+  float lengths[2][BT];                // by Token: |q_i|, |k_i|; 1 if not normalized
+  // By Term: scale / |q_i|, -beta_i / |k_i|, beta_i / |k_i|.
+  float weights[3][BT];
 };
 
 // Starts copying 64 columns of V, from `column` on: of S and dS in the block's channels (fetch_states, all warps), and
@@ -143,41 +146,49 @@ __device__ __forceinline__ void multiply_values(float (&d)[BLOCKS][4], const Sha
   }
 }
 
-// Sets inverse_length[i] = 1 / |x_i| of the chunk's tokens, or 1 if not normalized. It reads all `channels` of x from
-// global memory, since the block's tile has 64 of them. Tokens past the end count as zeros. A warp has one token at a
-// time.
-template <typename T>
-__device__ __forceinline__ void compute_inverse_lengths(float* inverse_length, const StridedRows<const T>& x, i64 b,
-                                                        i64 head, i64 first, int rows, int channels, bool normalized) {
-  const int lane = own_lane();
-  if (!normalized) {
-    if (threadIdx.x < BT) inverse_length[threadIdx.x] = 1.f;
+// Sets s.weights and s.lengths. It reads all channels of q and k from global memory, since the block's tiles have 64 of
+// them. Tokens past the end count as zeros. A warp has one token at a time.
+template <typename T, typename G>
+__device__ __forceinline__ void set_weights(Shared<T, G>& s, const Args<T, G>& args, const ChannelTile& tile,
+                                            u32 head) {
+  // For token i, q and k: the lengths, and 1 divided by these.
+  const auto set = [&](int i, float2 lengths, float2 inverse_lengths) {
+    const float beta = i < tile.rows ? to_float(*args.beta.row(tile.b, tile.h, tile.span.start + i)) : 0.f;
+    s.weights[Q_ROW][i] = float(args.scale) * inverse_lengths.x;
+    s.weights[K_ROW][i] = -beta * inverse_lengths.y, s.weights[K_COLUMN][i] = beta * inverse_lengths.y;
+    s.lengths[TOKEN_Q][i] = lengths.x, s.lengths[TOKEN_K][i] = lengths.y;
+  };
+  if (!args.normalized) {
+    if (threadIdx.x < BT) set(threadIdx.x, {1.f, 1.f}, {1.f, 1.f});
     return;
   }
+  const int lane = own_lane(), channels = int(args.shape.K);
 #pragma unroll 4
   for (int i = threadIdx.x >> 5; i < BT; i += THREADS / 32) {
-    float squares = 0.f;
-    if (i < rows)
+    float2 squares = {};
+    if (i < tile.rows)
       for (int c = lane; c < channels; c += 32) {
-        const float number = to_float(x.row(b, head, first + i)[c]);
-        squares = fmaf(number, number, squares);
+        const float query = to_float(args.q.row(tile.b, head, tile.span.start + i)[c]);
+        const float key = to_float(args.k.row(tile.b, head, tile.span.start + i)[c]);
+        squares = {fmaf(query, query, squares.x), fmaf(key, key, squares.y)};
       }
-    squares = warp_sum(squares);
-    if (lane == 0) inverse_length[i] = inverse_root(squares + float(LEAST_SQUARE));
+    squares = {warp_sum(squares.x) + float(LEAST_SQUARE), warp_sum(squares.y) + float(LEAST_SQUARE)};
+    const float2 inverse = {inverse_root(squares.x), inverse_root(squares.y)};
+    if (lane == 0) set(i, times(squares, inverse), inverse);
   }
 }
 
 // The 8 tokens of a thread's block in its channels c and c + 1: BlockTokens (channel_backward.cuh) has copied q, k and
-// their decays to registers. token() divides q and k by their lengths.
-template <typename T> struct UnitTokens : BlockTokens<T, 2> {
+// their decays to registers.
+template <typename T> struct KdaTokens : BlockTokens<T, 2> {
   using Tokens = BlockTokens<T, 2>;
-  const float* inverse_length[2];  // pointers to shared memory, since registers are few
+  using Tokens::Tokens, Tokens::tokens, Tokens::token;
 
-  template <class S> __device__ __forceinline__ UnitTokens(const S& s, int block, int c) : Tokens(s, block, c) {
-    for (int kind = 0; kind < 2; ++kind) inverse_length[kind] = s.inverse_length[kind] + block * BLOCK;
-  }
-  __device__ __forceinline__ float2 token(int kind, int n) const {
-    return times({inverse_length[kind][n], inverse_length[kind][n]}, Tokens::token(kind, n));
+  // Keeps the compiler from holding both the tokens and these as floats in registers.
+  __device__ __forceinline__ void hide() {
+    if constexpr (sizeof(T) == 2)
+      for (int array = 0; array < 2; ++array)
+        for (int n = 0; n < BLOCK; ++n) tokens[array][n] = opaque(tokens[array][n]);
   }
 
   // add_pairs_of_blocks calls these. They call f(Term, n, x) for token n of the block, x being row q or k decayed from
@@ -207,7 +218,6 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   const ChannelTile tile(shape);
   const u32 head = tile.h / u32(args.group);
   const int bytes = int(args.bytes);
-  const float scale = float(args.scale);
 
   const int warp = threadIdx.x >> 5;
   fetch_columns(s, args, tile, 0);
@@ -219,13 +229,7 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   copy_chunk<TILE, THREADS>(s.g, args.g.row(tile.b, tile.h, tile.span.start) + tile.first, args.g.token_stride,
                             tile.rows, tile.channels, bytes);
   cp_async_commit();
-  if (int(threadIdx.x) < BT)
-    s.beta[threadIdx.x] =
-        int(threadIdx.x) < tile.rows ? to_float(*args.beta.row(tile.b, tile.h, tile.span.start + threadIdx.x)) : 0.f;
-  compute_inverse_lengths(s.inverse_length[TOKEN_Q], args.q, tile.b, head, tile.span.start, tile.rows, int(shape.K),
-                          args.normalized);
-  compute_inverse_lengths(s.inverse_length[TOKEN_K], args.k, tile.b, head, tile.span.start, tile.rows, int(shape.K),
-                          args.normalized);
+  set_weights(s, args, tile, head);
 
   // The warp computes products of pairs: with do (kind 0, for a) or with w (kind 1, for m), of 16 tokens i.
   const int kind = warp % 2, half = warp / 2;
@@ -240,7 +244,7 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
         multiply_states<T>(terms, diagonals, s);
       });
   // The products with S and dS, without decays so far, by Term.
-  store_terms(s, terms, [&](int n, int i) { return n == Q_ROW ? scale : n == K_ROW ? -s.beta[i] : s.beta[i]; });
+  store_terms(s, terms, [&](int n, int i) { return s.weights[n][i]; });
   // Stores the scaled pairs a_ij or m_ij of block `row` with block j of 8 tokens. store_pairs_of_blocks puts those of
   // two blocks in s.pairs_across and calls the lambda for those within a block; there w_i . e_i is dbeta_i.
 #pragma unroll
@@ -249,14 +253,14 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
       const int row = 2 * half + down, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3, i = 8 * row + g;
-      const float2 beta = pair_at(s.beta + 8 * j + 2 * t);
-      const float factor = kind ? -s.beta[i] : scale, x = pairs[j][2 * down], y = pairs[j][2 * down + 1];
+      const float2 columns = pair_at(s.weights[K_COLUMN] + 8 * j + 2 * t);
+      const float factor = s.weights[kind][i], x = pairs[j][2 * down], y = pairs[j][2 * down + 1];
       store_pairs_of_blocks(
-          s, kind, row, j, factor * beta.x * x, factor * beta.y * y, [&](int row_in_block, int column_in_block) {
+          s, kind, row, j, factor * columns.x * x, factor * columns.y * y, [&](int row_in_block, int column_in_block) {
             const bool x_on_diagonal = row_in_block == column_in_block,
                        y_on_diagonal = row_in_block == column_in_block + 1;
-            reinterpret_cast<float*>(&s.pairs[row][row_in_block][column_in_block])[kind] = factor * beta.x * x;
-            reinterpret_cast<float*>(&s.pairs[row][row_in_block][column_in_block + 1])[kind] = factor * beta.y * y;
+            reinterpret_cast<float*>(&s.pairs[row][row_in_block][column_in_block])[kind] = factor * columns.x * x;
+            reinterpret_cast<float*>(&s.pairs[row][row_in_block][column_in_block + 1])[kind] = factor * columns.y * y;
             if (kind && tile.first == 0 && (x_on_diagonal || y_on_diagonal) && i < tile.rows)
               *args.dbeta.row(tile.b, tile.h, tile.span.start + i) = x_on_diagonal ? x : y;
           });
@@ -265,7 +269,7 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   store_diagonals(s.state_product, diagonals);
   // From here on a warp has a block of 8 tokens, a thread its channels c and c + 1.
   const int block = warp, c = 2 * own_lane(), start = block * BLOCK;
-  const UnitTokens<T> tokens(s, block, c);
+  KdaTokens<T> tokens(s, block, c);
   put_pair(&s.block_decays[block][c], tokens.decay());
   __syncthreads();  // terms, pairs and decays of blocks are in shared memory; tokens have been read
   // Adds to s.terms the pairs of two blocks. Afterwards a row's terms lack only the decay from its block's start, a
@@ -303,6 +307,7 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
   }
   // Column j: likewise dk of pairs with rows i >= j. dg gains nothing here: the rows' loop has added what pairs give.
   // Both parts of dk are then in K_COLUMN.
+  tokens.hide();
   float2 column_terms[BLOCK];  // products of columns with their terms of later blocks and of dS
   {
     float2 q[BLOCK], k[BLOCK], to_end = one;  // q, k: decayed from token j
@@ -335,9 +340,12 @@ __global__ void __launch_bounds__(THREADS, blocks_with_room<Shared<T, G>>(SINCE_
     if (args.parts) {
       float* to =
           args.parts + (((kind * shape.B + tile.b) * shape.H + tile.h) * shape.T + token) * shape.K + tile.first + c;
-      store_block(to, shape.K, tile.rows - start, tile.channels - c, shape.K % 2 ? 4 : 8, value);
+      store_block(to, shape.K, tile.rows - start, tile.channels - c, shape.K % 2 ? 4 : 8,
+                  [&](int n) { return times({s.lengths[kind][start + n], s.lengths[kind][start + n]}, value(n)); });
     } else {
       const StridedRows<T>& to = kind == TOKEN_Q ? args.dq : args.dk;
+      // `opaque`: computed again, since registers are few.
+      const u32 head = u32(opaque(tile.h)) / u32(args.group);
       store_block(to.row(tile.b, head, token) + tile.first + c, to.token_stride, tile.rows - start, tile.channels - c,
                   bytes, value);
     }
