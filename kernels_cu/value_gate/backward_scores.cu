@@ -69,6 +69,81 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   bool grows[NUM_SUBCHUNKS];          // whether a gate of the sub-chunk exceeds GROWTH
 };
 
+// Makes operands, starts and ends of the 32 channels in shared memory, from `first_channel` on, of which a warp has 8,
+// from warp_channel on. A lane has channel g of these, and tokens 2t and 2t + 1 of each of the NUM_SUBCHUNKS
+// sub-chunks. Adds q k of these tokens to self_products; stores the channels' decays over the chunk, `width` of them
+// in all, and which sub-chunks grow.
+template <typename T, typename G, int PRODUCTS>
+__device__ __forceinline__ void make_operands(Shared<T, G, PRODUCTS>& s, float2 (&self_products)[NUM_SUBCHUNKS],
+                                              float* chunk_decays, i64 first_channel, i64 width) {
+  using Stored = typename Math<T, PRODUCTS>::Stored;
+  constexpr int LDT = LD<Stored, CHUNK>, LDC = LD<Stored, CHANNELS>;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 8 * (threadIdx.x >> 5);
+  // Sets x to the lane's two tokens of each of sub-chunks m to m + 3.
+  const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
+    load_column(x, from + 8 * m * ld + warp_channel, ld);
+  };
+  // Stores x, the lane's two tokens of sub-chunk m, in a tile [token, channel].
+  const auto put_tokens = [&](Stored* tile, int m, float2 x) {
+    Stored* to = tile + (8 * m + 2 * t) * LDC + warp_channel + g;
+    to[0] = from_float<Stored>(x.x), to[LDC] = from_float<Stored>(x.y);
+  };
+  float sub_chunk_decays[NUM_SUBCHUNKS];  // of the four lanes of a channel together
+  float2 q[4], k[4], gates[4];            // of four sub-chunks
+#pragma unroll
+  for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
+    if (m % 4 == 0) load(gates, s.g, m, LD<G, CHANNELS>);
+    sub_chunk_decays[m] = decay_over_subchunk(gates[m % 4]);
+    if (!(max_nan(gates[m % 4].x, gates[m % 4].y) <= GROWTH)) s.grows[m] = true;
+  }
+  const i64 channel = first_channel + warp_channel + g;
+  if (t == 0 && channel < width) chunk_decays[channel] = product_over(sub_chunk_decays, 0, NUM_SUBCHUNKS);
+#pragma unroll
+  for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
+    if (m % 4 == 0) {
+      load(gates, s.g, m, LD<G, CHANNELS>);
+      load(q, s.q, m, LD<T, CHANNELS>);
+      load(k, s.k, m, LD<T, CHANNELS>);
+    }
+    const float2 token_decays = decays_of(gates[m % 4]), query = q[m % 4], key = k[m % 4];
+    self_products[m] = self_products[m] + query * key;
+    const PairDecays<AfterWrite> decays(token_decays);
+    const MiddleFactors<AfterWrite> middle(token_decays);
+    // The queries decayed from their sub-chunk's start, and the keys decayed to its end.
+    const float2 start = decays.start * query, end = decays.end * key;
+    put_operands(s, (warp_channel + g) * LDT + 8 * m + 2 * t, m, query, key, start, end, middle, sub_chunk_decays);
+    put_tokens(s.starts, m, product_over(sub_chunk_decays, 0, m) * start);
+    put_tokens(s.ends, m, product_over(sub_chunk_decays, m + 1, NUM_SUBCHUNKS) * end);
+  }
+}
+
+// Stores the products of tokens with themselves, x of this lane's channels, summed over the warp's.
+__device__ __forceinline__ void put_self_products(float (&to)[CHUNK], float2 (&x)[NUM_SUBCHUNKS]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2)
+      x[m] = x[m] + float2{__shfl_xor_sync(0xffffffffu, x[m].x, lanes), __shfl_xor_sync(0xffffffffu, x[m].y, lanes)};
+    if (lane >> 2 == m) *reinterpret_cast<float2*>(to + 8 * m + 2 * (lane & 3)) = x[m];
+  }
+}
+
+// Completes the block (warp, warp): scores of its two sub-chunks from products about their middles, those of the second
+// one's queries with the first one's keys from border8, and 0 for the token itself and later ones.
+__device__ __forceinline__ void complete_diagonal(ChunkScores& scores) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int i = (lane >> 2) + 8 * (x >> 1), j = 8 * half + 2 * (lane & 3) + (x & 1);
+      if (half == 0 && x >= 2) scores.diagonal[half][x] = scores.border8[x];
+      else scores.diagonal[half][x] *= NEAR_SCALE;
+      if (j >= i) scores.diagonal[half][x] = 0.f;
+    }
+}
+
 // T: the type of q and k; G: that of g. PRODUCTS: tf32 products for each product of float32, 1 or 3. 4 or 2: the blocks
 // whose registers a multiprocessor is to hold at once.
 template <typename T, typename G, int PRODUCTS>
@@ -76,12 +151,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     value_gate_backward_scores(const Args<T, G, typename Math<T, PRODUCTS>::Stored> args) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
-  constexpr int LDT = LD<Stored, CHUNK>, LDC = LD<Stored, CHANNELS>;
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  // Of 32 channels in shared memory a warp has 8, from warp_channel on, and a lane has channel g of these. It has
-  // tokens 2t and 2t + 1 of each of the NUM_SUBCHUNKS sub-chunks.
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp_channel = 8 * warp;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 NC = u32(shape.NC), heads = u32(args.heads);
   // The chunk is number `chunk` in the results, as chunk_of_launch (backward.cuh) counts; the head is number `head` of
   // this launch's, h of all; b: the batch row.
@@ -96,12 +168,6 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     fetch_rows<CHUNK, CHANNELS>(s.k, args.k, b, h, start, stop, channel, shape.K);
     fetch_rows<CHUNK, CHANNELS>(s.g, args.g, b, h, start, stop, channel, shape.K);
   };
-  // Stores x, the lane's two tokens of sub-chunk m, in a tile [token, channel].
-  const auto put_tokens = [&](Stored* tile, int m, float2 x) {
-    Stored* to = tile + (8 * m + 2 * t) * LDC + warp_channel + g;
-    to[0] = from_float<Stored>(x.x), to[LDC] = from_float<Stored>(x.y);
-  };
-
   ChunkScores scores(warp);
   float2 self_products[NUM_SUBCHUNKS] = {};  // products of tokens with themselves, over this lane's channels
   const int channel_parts = int((shape.K + CHANNELS - 1) / CHANNELS);
@@ -112,40 +178,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   for (int n = 0; n < channel_parts; ++n) {
     cp_async_wait<0>();
     __syncthreads();  // these channels have been copied; operands, starts and ends of the previous ones have been read
-    {
-      // Sets x to the lane's two tokens of each of sub-chunks m to m + 3.
-      const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
-        load_column(x, from + 8 * m * ld + warp_channel, ld);
-      };
-      float sub_chunk_decays[NUM_SUBCHUNKS];  // of the four lanes of a channel together
-      float2 q[4], k[4], gates[4];            // of four sub-chunks
-#pragma unroll
-      for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
-        if (m % 4 == 0) load(gates, s.g, m, LD<G, CHANNELS>);
-        sub_chunk_decays[m] = decay_over_subchunk(gates[m % 4]);
-        if (!(max_nan(gates[m % 4].x, gates[m % 4].y) <= GROWTH)) s.grows[m] = true;
-      }
-      const i64 channel = n * CHANNELS + warp_channel + g;
-      if (t == 0 && channel < width)
-        args.decays[chunk * width + channel] = product_over(sub_chunk_decays, 0, NUM_SUBCHUNKS);
-#pragma unroll
-      for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
-        if (m % 4 == 0) {
-          load(gates, s.g, m, LD<G, CHANNELS>);
-          load(q, s.q, m, LD<T, CHANNELS>);
-          load(k, s.k, m, LD<T, CHANNELS>);
-        }
-        const float2 token_decays = decays_of(gates[m % 4]), query = q[m % 4], key = k[m % 4];
-        self_products[m] = self_products[m] + query * key;
-        const PairDecays<AfterWrite> decays(token_decays);
-        const MiddleFactors<AfterWrite> middle(token_decays);
-        // The queries decayed from their sub-chunk's start, and the keys decayed to its end.
-        const float2 start = decays.start * query, end = decays.end * key;
-        put_operands(s, (warp_channel + g) * LDT + 8 * m + 2 * t, m, query, key, start, end, middle, sub_chunk_decays);
-        put_tokens(s.starts, m, product_over(sub_chunk_decays, 0, m) * start);
-        put_tokens(s.ends, m, product_over(sub_chunk_decays, m + 1, NUM_SUBCHUNKS) * end);
-      }
-    }
+    make_operands(s, self_products, args.decays + chunk * width, n * CHANNELS, width);
     __syncthreads();  // operands, starts and ends are stored; the tokens have been read
     if (n + 1 < channel_parts) fetch(n + 1);
     cp_async_commit();
@@ -156,14 +189,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     for (int channel = 0; channel < CHANNELS; channel += 16) scores.add<M>(s, channel);
   }
   const float scale = float(args.scale);
-#pragma unroll
-  for (int m = 0; m < NUM_SUBCHUNKS; ++m) {
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2)
-      self_products[m] = self_products[m] + float2{__shfl_xor_sync(0xffffffffu, self_products[m].x, lanes),
-                                                   __shfl_xor_sync(0xffffffffu, self_products[m].y, lanes)};
-    if (g == m) *reinterpret_cast<float2*>(s.self_products[warp] + 8 * m + 2 * t) = self_products[m];
-  }
+  put_self_products(s.self_products[warp], self_products);
   // Stores a block of 16 x 16 scores, (row, column) of the chunk's 4 x 4. TF32_CORRECTION_OF_BOTH: of the products that
   // the scores are; STORED_SCORE: of those that gated/backward_channels.cu makes of them. Both are 1 for bfloat16.
   const auto put = [&](const float (&d)[2][4], int row, int column) {
@@ -176,17 +202,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
             to + (g + 8 * lower) * CHUNK + 8 * half + 2 * t,
             TF32_CORRECTION_OF_BOTH<M> * STORED_SCORE<M> * scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
   };
-  // The block (warp, warp): scores of its two sub-chunks from products about their middles, those of the second one's
-  // queries with the first one's keys from border8, and 0 for the token itself and later ones.
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      const int i = g + 8 * (x >> 1), j = 8 * half + 2 * t + (x & 1);
-      if (half == 0 && x >= 2) scores.diagonal[half][x] = scores.border8[x];
-      else scores.diagonal[half][x] *= NEAR_SCALE;
-      if (j >= i) scores.diagonal[half][x] = 0.f;
-    }
+  complete_diagonal(scores);
   put(scores.diagonal, warp, warp);
   put(scores.border32, scores.half_row, scores.half_column);
   if (warp < 2) put(scores.border16, scores.quarter + 1, scores.quarter);
