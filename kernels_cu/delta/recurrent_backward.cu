@@ -72,7 +72,7 @@ enum Kind { DQ, DK, DA, DB };  // arrays of sums over columns, of `parts` and sl
 template <class Rule, typename T, typename G, int BK, int TOKENS> struct Shared {
   using R = FloatOrDouble<T>;
   // COLUMNS, of a warp: so many that a lane has 64 bytes of S, and of dS. BV: of the block.
-  static constexpr int LANE_CHANNELS = BK / 32, COLUMNS = 2048 / sizeof(R) / BK, BV = WARPS * COLUMNS;
+  static constexpr int CHANNELS = BK, LANE_CHANNELS = BK / 32, COLUMNS = 2048 / sizeof(R) / BK, BV = WARPS * COLUMNS;
   // The number of arrays of sums over columns (Kind); with gates of channels dg is the last one.
   static constexpr int KINDS = Rule::own_erasure ? 5 : Rule::channel_gates ? 3 : 2;
   static constexpr int SLOT_ROWS = COLUMNS > KINDS ? COLUMNS : KINDS;  // rows of a warp for a token
@@ -109,6 +109,48 @@ template <int N, typename R> __device__ __forceinline__ R sum_over_channels(R (&
   return own;
 }
 
+// Adds up the four warps' parts of the sums of `rows` tokens, from token `first` of the batch row on, and stores them:
+// thread x has channel x % BK, and more if BK > THREADS, of every AT_ONCE-th token.
+template <class Storage, typename T, typename G>
+__device__ __forceinline__ void store_sums(const Args<T, G>& args, const Storage& s, const BlockWork& work, i64 first,
+                                           int rows, int K) {
+  static_assert(WARPS == 4);
+  using R = FloatOrDouble<T>;
+  constexpr int BK = Storage::CHANNELS, BV = Storage::BV, KINDS = Storage::KINDS, SLOT_ROWS = Storage::SLOT_ROWS;
+  const Shape& shape = args.shape;
+  const i64 block_columns = args.tiles * BV, tiles = (shape.V + block_columns - 1) / block_columns;
+  const i64 tile = work.first_column / block_columns, heads = shape.B * shape.H;
+  const bool adds = work.first_column % block_columns;  // to the parts of the block's columns before these
+  const i64 head = i64(work.b) * shape.H + work.h;
+  constexpr int AT_ONCE = THREADS / BK ? THREADS / BK : 1;  // tokens
+  for (int c = threadIdx.x % BK; c < K; c += THREADS) {
+    const int r = BK < THREADS ? threadIdx.x / BK : 0;
+    const R* part = &s.slots[r][0][0][c];
+    R* to = args.parts + ((tile * heads + head) * shape.T + first + r) * K + c;
+    const i64 next_kind = tiles * heads * shape.T * K;
+#pragma unroll 1
+    for (int n = r; n < rows; n += AT_ONCE, part += AT_ONCE * SLOT_ROWS * WARPS * BK, to += AT_ONCE * K) {
+      R sums[KINDS];  // all are loaded before one is stored: each load after a store would wait for memory again
+      R* at = to;
+#pragma unroll
+      for (int kind = 0; kind < KINDS; ++kind, at += next_kind) sums[kind] = adds ? *at : R(0);
+      at = to;
+#pragma unroll
+      for (int kind = 0; kind < KINDS; ++kind, at += next_kind) {
+        const R* of_warps = part + kind * WARPS * BK;
+        *at = sums[kind] + ((of_warps[0] + of_warps[BK]) + (of_warps[2 * BK] + of_warps[3 * BK]));
+      }
+    }
+  }
+  if (int(threadIdx.x) < 2 * rows) {
+    const int r = threadIdx.x / 2, which = threadIdx.x % 2;  // which: 0 of beta, 1 of GatedDelta's g
+    const auto& of_warps = s.token_parts[r];
+    R& to = args.token_parts[((which * tiles + tile) * heads + head) * shape.T + first + r];
+    const R sum = (of_warps[0][which] + of_warps[1][which]) + (of_warps[2][which] + of_warps[3][which]);
+    to = adds ? to + sum : sum;
+  }
+}
+
 // The walk of BV columns, from work.first_column on.
 template <class Rule, typename T, typename G, int BK, int TOKENS, bool OUTPUTS>
 __device__ __forceinline__ void walk_columns(const Args<T, G>& args, BlockWork work) {
@@ -116,8 +158,7 @@ __device__ __forceinline__ void walk_columns(const Args<T, G>& args, BlockWork w
   using R = FloatOrDouble<T>;
   constexpr int LANE_CHANNELS = Storage::LANE_CHANNELS, COLUMNS = Storage::COLUMNS, BV = Storage::BV,
                 KINDS = Storage::KINDS;
-  constexpr int SLOT_ROWS = Storage::SLOT_ROWS,
-                NEIGHBOURS = LANE_CHANNELS < 4 ? LANE_CHANNELS : 4;  // neighbouring channels of a lane
+  constexpr int NEIGHBOURS = LANE_CHANNELS < 4 ? LANE_CHANNELS : 4;  // neighbouring channels of a lane
   auto& s = *reinterpret_cast<Storage*>(dynamic_smem());
   const Shape& shape = args.shape;
   constexpr bool DOTS = false;  // prepare_tokens does not compute q . k and q . b
@@ -352,39 +393,7 @@ __device__ __forceinline__ void walk_columns(const Args<T, G>& args, BlockWork w
     __syncthreads();  // the parts of sums over columns are in shared memory, and the chunk has been read
     if (chunk) fetch(chunk - 1);
     if (!OUTPUTS) continue;
-    // Adds up the four warps' parts: thread x has channel x % BK, and more if BK > THREADS, of every AT_ONCE-th token.
-    const i64 block_columns = args.tiles * BV, tiles = (shape.V + block_columns - 1) / block_columns;
-    const i64 tile = work.first_column / block_columns, heads = shape.B * shape.H;
-    const bool adds = work.first_column % block_columns;  // to the parts of the block's columns before these
-    const i64 head = i64(work.b) * shape.H + work.h;
-    constexpr int AT_ONCE = THREADS / BK ? THREADS / BK : 1;  // tokens
-    for (int c = threadIdx.x % BK; c < K; c += THREADS) {
-      const int r = BK < THREADS ? threadIdx.x / BK : 0;
-      const R* part = &s.slots[r][0][0][c];
-      R* to = args.parts + ((tile * heads + head) * shape.T + first + r) * K + c;
-      const i64 next_kind = tiles * heads * shape.T * K;
-#pragma unroll 1
-      for (int n = r; n < rows; n += AT_ONCE, part += AT_ONCE * SLOT_ROWS * WARPS * BK, to += AT_ONCE * K) {
-        static_assert(WARPS == 4);
-        R sums[KINDS];  // all are loaded before one is stored: each load after a store would wait for memory again
-        R* at = to;
-#pragma unroll
-        for (int kind = 0; kind < KINDS; ++kind, at += next_kind) sums[kind] = adds ? *at : R(0);
-        at = to;
-#pragma unroll
-        for (int kind = 0; kind < KINDS; ++kind, at += next_kind) {
-          const R* of_warps = part + kind * WARPS * BK;
-          *at = sums[kind] + ((of_warps[0] + of_warps[BK]) + (of_warps[2 * BK] + of_warps[3 * BK]));
-        }
-      }
-    }
-    if (int(threadIdx.x) < 2 * rows) {
-      const int r = threadIdx.x / 2, which = threadIdx.x % 2;  // which: 0 of beta, 1 of GatedDelta's g
-      const auto& of_warps = s.token_parts[r];
-      R& to = args.token_parts[((which * tiles + tile) * heads + head) * shape.T + first + r];
-      const R sum = (of_warps[0][which] + of_warps[1][which]) + (of_warps[2][which] + of_warps[3][which]);
-      to = adds ? to + sum : sum;
-    }
+    store_sums<Storage>(args, s, work, first, rows, K);
   }
   if (!segment.to) return;
   __syncthreads();  // parts of sums have been read
