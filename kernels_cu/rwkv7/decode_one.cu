@@ -140,8 +140,8 @@ template <typename T, typename S, int STAGES> struct DecodeOne : DecodeLayers<De
     }
   }
 
-  // The token of the thread's channel of the head that begins at channel `at`, from the openings' sums. first_v: of
-  // layer 0; first_value: what it holds in a later layer.
+  // The token of the thread's channel of the head that begins at channel `at`, from the openings' sums. first_v:
+  // where layer 0 keeps v; first_value: that v, in a later layer.
   __device__ __forceinline__ Token token_of(const float (&opened)[OPENINGS], i64 layer, int at, int channel,
                                             float* first_v, float first_value) const {
     const float decay = decay_of(-DECAY_SCALE * sigmoid(opened[DECAY])), share = sigmoid(opened[SHARE]);
