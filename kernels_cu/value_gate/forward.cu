@@ -89,6 +89,31 @@ __device__ __noinline__ void store_unaligned(T* to, i64 stride, const T* tile, i
   }
 }
 
+// Stores `scale` times a warp's outputs, of 16 columns from `column` on: over its values in the tile, and from there to
+// memory. to: of the first token and column; rows, columns: how many exist; bytes: as Args::bytes.
+template <int BV, typename T>
+__device__ __forceinline__ void store_outputs(T* to, i64 stride, T* tile, const Output<T>& o, float scale, int column,
+                                              int rows, int columns, int bytes) {
+  constexpr int BT = CHUNK<T>, PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  __syncwarp();  // all lanes have read these values
+#pragma unroll
+  for (int n = 0; n < BT / SUB_CHUNK; ++n)
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+      *place<BV>(tile, 8 * n + 2 * t + (x & 1), column + g + 8 * (x >> 1)) = from_float<T>(scale * o[n / 2][n % 2][x]);
+  __syncwarp();  // the outputs are in shared memory
+  if (bytes != 16) return store_unaligned<BT, BV>(to, stride, tile, column, rows, columns);
+  const int across = lane % ACROSS * PIECE;
+#pragma unroll
+  for (int n = 0; n < BT * ACROSS / 32; ++n) {
+    const int row = n * 32 / ACROSS + lane / ACROSS;
+    if (row < rows && across < columns)
+      *reinterpret_cast<uint4*>(to + row * stride + across) =
+          *reinterpret_cast<const uint4*>(place<BV>(tile, row, column + across));
+  }
+}
+
 // The logarithm of a channel's decay over a chunk of `rows` tokens. If `decay`, the product, is 0 or infinite, it is
 // the sum of the gates. Between 0 and float32's normal numbers there are none (-ftz).
 template <typename G> __device__ __noinline__ float log_decay(float decay, Tokens<G> gates, int channel, int rows) {
@@ -261,29 +286,8 @@ __global__ void __launch_bounds__(2 * BV,
         if (!last) each_sum([](float o, float& sum) { sum = o; });
         if (!last) continue;
       }
-      // From here on the warp's outputs are stored: over its values in shared memory, and from there to memory.
-      __syncwarp();  // all lanes have read these values
-#pragma unroll
-      for (int n = 0; n < NUM_SUBCHUNKS; ++n)
-#pragma unroll
-        for (int x = 0; x < 4; ++x)
-          *place<BV>(s.v[stage], 8 * n + 2 * t + (x & 1), column + g + 8 * (x >> 1)) =
-              from_float<T>(scale * o[n / 2][n % 2][x]);
-      __syncwarp();  // the outputs are in shared memory
-      T* to = args.o.row(b, h, span.start + token) + v_tile + column;
-      if (bytes == 16) {
-        constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
-        const int lane = threadIdx.x & 31, across = lane % ACROSS * PIECE;
-#pragma unroll
-        for (int n = 0; n < BT * ACROSS / 32; ++n) {
-          const int row = n * 32 / ACROSS + lane / ACROSS;
-          if (row < rows && column + across < columns)
-            *reinterpret_cast<uint4*>(to + row * args.o.token_stride + across) =
-                *reinterpret_cast<const uint4*>(place<BV>(s.v[stage], row, column + across));
-        }
-      } else {
-        store_unaligned<BT, BV>(to, args.o.token_stride, s.v[stage], column, rows, columns - column);
-      }
+      store_outputs<BV>(args.o.row(b, h, span.start + token) + v_tile + column, args.o.token_stride, s.v[stage], o,
+                        scale, column, rows, columns - column, bytes);
     }
   }
   if (args.final)
