@@ -57,7 +57,11 @@ def run(options):
 
 
 def add_options(parser):
-    add = parser.add_argument_group("the model").add_argument
+    for title, add_group in (("the model", add_model), ("what is read", add_reading), ("what is written", add_writing)):
+        add_group(parser.add_argument_group(title).add_argument)
+
+
+def add_model(add):
     add_device(add)
     add(
         "--dtype",
@@ -79,7 +83,8 @@ def add_options(parser):
     )
     add_tokenizer(add)
 
-    add = parser.add_argument_group("what is read").add_argument
+
+def add_reading(add):
     add("words", nargs="*", metavar="PROMPT", help="the same as --prompt, and the same as one in quotation marks")
     add(
         "-p",
@@ -134,7 +139,8 @@ def add_options(parser):
         "was written, a stop string too; Ctrl-C stops the text and writes the state",
     )
 
-    add = parser.add_argument_group("what is written").add_argument
+
+def add_writing(add):
     add(
         "-n", "--tokens", type=integer(1, LONGEST), default=400, help="how many to write at most (default: %(default)s)"
     )

@@ -212,7 +212,11 @@ def add_options(parser):
         metavar="SECONDS",
         help="between held-out losses and checkpoints (default: %(default)s)",
     )
+    add_settings(parser)
 
+
+def add_settings(parser):
+    """Adds the options that are fields of `Settings`."""
     add = parser.add_argument_group("the training", "Defaults are those of the cpu / of cuda.").add_argument
 
     def setting(name, type, what, add=add):
