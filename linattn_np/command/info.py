@@ -25,31 +25,10 @@ from .measuring import cpu
 from .terminal import to_stdout
 
 PACKAGE = Path(__file__).resolve().parents[1]
-PACKAGES = (
-    "numpy",
-    "ml_dtypes",
-    "safetensors",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "cupy",
-    "numba",
-    "numba-cuda",
-    "threadpoolctl",
-    "matplotlib",
-    "pyrwkv-tokenizer",
-    "mpi4py",
-    "torch",
-    "jax",
-)
-SET_BY_USER = (  # environment variables
-    *VARIABLES,
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_PATH",
-    "CUDA_CACHE_PATH",
-    "CUPY_CACHE_DIR",
-    "NUMBA_CACHE_DIR",
-    "NUMBA_ENABLE_CUDASIM",
-)
+PACKAGES = "numpy ml_dtypes safetensors cupy-cuda12x cupy-cuda13x cupy numba numba-cuda threadpoolctl".split()
+PACKAGES += "matplotlib pyrwkv-tokenizer mpi4py torch jax".split()
+SET_BY_USER = [*VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "CUDA_CACHE_PATH"]  # environment variables
+SET_BY_USER += ["CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "NUMBA_ENABLE_CUDASIM"]
 
 
 def add_options(parser):
@@ -57,14 +36,8 @@ def add_options(parser):
 
 
 def run(options):
-    for title, facts in (
-        ("versions", versions),
-        ("devices", devices),
-        ("backends", backends),
-        ("caches", caches),
-        ("threads", threads),
-        ("environment", environment),
-    ):
+    sections = {"versions": versions, "devices": devices, "backends": backends}
+    for title, facts in (sections | {"caches": caches, "threads": threads, "environment": environment}).items():
         to_stdout(title)
         for name, fact in lines_of(facts):
             to_stdout(f"  {name:<20} {' '.join(fact.split())}")

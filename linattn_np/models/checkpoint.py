@@ -107,9 +107,8 @@ def read(path) -> dict[str, np.ndarray]:
     >>> weights["emb.weight"].shape, str(weights["emb.weight"].dtype)
     ((256, 256), 'bfloat16')
     """
-    path = Path(path)
+    path = located(path)
     try:
-        path = located(path)
         if path.is_dir():
             refuse("is a folder without a checkpoint", "a file, or a folder with " + " or ".join(IN_FOLDER))
         data = mapped(path, "a checkpoint")

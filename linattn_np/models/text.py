@@ -91,11 +91,9 @@ class Text:
 
     def possible_stop(self, text):
         """The length of the longest end of `text` with which a stop string begins."""
-        longest = max(map(len, self.stop), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(string.startswith(text[-length:]) for string in self.stop):
-                return length
-        return 0
+        longest = min(len(text), max(map(len, self.stop), default=1) - 1)
+        lengths = (n for n in range(longest, 0, -1) if any(string.startswith(text[-n:]) for string in self.stop))
+        return next(lengths, 0)
 
 
 def checked_stops(stop) -> tuple[str, ...]:

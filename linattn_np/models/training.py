@@ -233,20 +233,12 @@ class Training:
 
         ContractError if a number is not finite. After this and any other error an older file at `path` is unchanged.
         """
-        options = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
-        vectors = {name: self.steps.on_host(name) for name in VECTORS}
-        self.check_finite(vectors)
-        write_arrays(
-            path,
-            {
-                **vectors,
-                "settings": options,
-                "text": self.fingerprint,
-                "of": np.frombuffer(self.title.encode(), np.uint8),
-                "step": np.array([self.step_number]),
-                "seconds": np.array([self.seconds]),
-            },
-        )
+        arrays = {name: self.steps.on_host(name) for name in VECTORS}
+        self.check_finite(arrays)
+        texts = {"settings": json.dumps(asdict(self.settings)), "of": self.title}
+        arrays |= {name: np.frombuffer(text.encode(), np.uint8) for name, text in texts.items()}
+        arrays |= {"text": self.fingerprint, "step": np.array([self.step_number]), "seconds": np.array([self.seconds])}
+        write_arrays(path, arrays)
 
     @one_at_a_time
     def save_model(self, path):
@@ -392,13 +384,8 @@ def order_of(seed, epoch, rows, context):
 # -- files -----------------------------------------------------------------------------------------------------------
 def checked_settings(stored, kind) -> Settings:
     """The settings in the arrays `stored` of a checkpoint; ContractError unless all arrays are there and fit them."""
-    dtypes = {
-        **dict.fromkeys(VECTORS, np.float32),
-        "settings": np.uint8,
-        "text": np.uint8,
-        "step": np.int64,
-        "seconds": np.float64,
-    }
+    dtypes = dict.fromkeys(VECTORS, np.float32) | dict.fromkeys(("settings", "text"), np.uint8)
+    dtypes |= {"step": np.int64, "seconds": np.float64}
     if stored.keys() != dtypes.keys():
         refuse(f"holds {', '.join(sorted(stored)[:9])}, expected a training: {', '.join(sorted(dtypes))}")
     for name, dtype in dtypes.items():

@@ -52,7 +52,7 @@ class Prompts:
         result = caller_array("result", self.result_shape, FLOAT32)
         model_weights = vars(decoder.model_weights)
         self.embedding_plan = self.compiled(self.add_embedding, {"tokens": tokens, "x": self.x, **model_weights})
-        add_head = self.add_last_norm if hidden else self.add_head
+        add_head = self.add_norm if hidden else self.add_head
         self.head_plan = self.compiled(add_head, {"x": self.x, "result": result, **model_weights})
         self.layer_plan = self.compiled(self.add_layer, {"x": self.x, **layer_arrays, **vars(decoder.layers[0])})
         states = [buffer((len(decoder.layers), *shape)) for shape in self.state.values()]
@@ -171,14 +171,10 @@ class Prompts:
             head = widened(draft, head, arrays.head_scales, draft.empty(head.shape, dtype), dtype)
         draft.product(head, normed[None], arrays.result[None])
 
-    def add_last_norm(self, draft: Draft, arrays):
-        """Adds the last norm alone, for the tokens of the result."""
-        self.add_norm(draft, arrays, arrays.result)
-
-    def add_norm(self, draft, arrays, result):
-        """Adds result = the last norm of the result's tokens."""
-        chosen, eps = draft.table(self.result_tokens), self.decoder.layer_eps
-        kernels.ChosenNorm.launch(draft, chosen, arrays.x, arrays.ln_out, result, eps)
+    def add_norm(self, draft: Draft, arrays, normed=None):
+        """Adds the last norm of the result's tokens; it goes to `normed`, or without it to the result."""
+        chosen, normed = draft.table(self.result_tokens), arrays.result if normed is None else normed
+        kernels.ChosenNorm.launch(draft, chosen, arrays.x, arrays.ln_out, normed, self.decoder.layer_eps)
 
 
 def buffer(shape, dtype=FLOAT32) -> Buffer:

@@ -96,11 +96,8 @@ class TimeMix(Mix):
         return Change("Added", step.product(gated, layer.output), site=site, stack=self.STACK)
 
     def pull(self, dchange, grads):
-        step, layer, (doutputs,) = (
-            self.step,
-            self.layer,
-            dchange,
-        )  # of k, v and r, which are written below, and the change
+        # doutputs: the gradients of k, v and r, which are written below, and that of the change
+        step, layer, (doutputs,) = self.step, self.layer, dchange
         dkvr, dgated = doutputs[:-1], step.product(doutputs[-1], transposed(layer.output))
         do, dgate, scores = step.gated_norm_backward(
             dgated, *self.norm_arguments(), grads.ln_x, self.bonus_arguments(), grads.bonus
