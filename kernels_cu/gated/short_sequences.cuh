@@ -49,12 +49,15 @@ template <int TOKENS> __device__ __forceinline__ void add_four(float (&x)[TOKENS
 }
 
 // Adds x[s], summed over the warp's lanes, to score [t, s] of the warp's `sums`; if `first`, stores it there.
-// sum_and_share (lanes.cuh) leaves each 32 / TOKENS lanes one of the sums, over every so many lanes.
+// sum_and_share (lanes.cuh) leaves each 32 / TOKENS lanes one of the sums, over every so many lanes. Lanes are added in
+// the same order for any TOKENS, so a sequence has the same bits packed with longer ones as alone.
 template <int TOKENS> __device__ __forceinline__ void add_scores(float (&x)[TOKENS], float* sums, int t, bool first) {
   constexpr int LANES = 32 / TOKENS;
   const int lane = threadIdx.x & 31;
   sum_and_share<TOKENS, 16, LANES>(x);
-  const float sum = sum_over_lanes<LANES>(x[0]);
+  float sum = x[0];
+#pragma unroll
+  for (int distance = LANES / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   float& score = sums[t * TOKENS + lane / LANES];
   if (lane % LANES == 0) score = first ? sum : score + sum;
 }
