@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import tempfile
+import weakref
 from contextlib import contextmanager
 from dataclasses import field
 from functools import cache, partial
@@ -36,6 +37,7 @@ CHECKED = (  # of kernels
     "-fsanitize=alignment", "-fno-sanitize-recover",  # a misaligned place ends the launch: the runtime has the handler
     "-nodefaultlibs",  # ... and no library has another; what is needed else, the runtime's libraries have
 )  # fmt: skip
+GUARD = 1024  # bytes on either side of an array that a plan makes; no kernel may write there
 ENTRY = """
 extern "C" __attribute__((visibility("default")))
 const char* emulated_launch(const void* args, size_t size, long long blocks, int threads, size_t smem, int cluster) {{
@@ -137,8 +139,8 @@ def sizes_of(file, types) -> dict[str, int]:
 
 
 class EmulatedDevice:
-    """`device.CupyDevice` on NumPy arrays; `empty` holds NaN, so that a value nobody wrote shows. Sizes are an
-    H200's.
+    """`device.CupyDevice` on NumPy arrays; `empty` holds NaN, so that a value nobody wrote shows, and so does what lies
+    around it: a launch that writes there fails. Sizes are an H200's.
     """
 
     multiprocessors, memory = 132, 140 << 30
@@ -147,6 +149,7 @@ class EmulatedDevice:
 
     def __init__(self, capability=80):
         self.capability = capability
+        self.guarded = []  # weak references to the memory of arrays, with what lies around them
 
     def record(self, event=None):
         return event
@@ -158,12 +161,18 @@ class EmulatedDevice:
         pass
 
     def empty(self, shape, dtype):
-        x = np.empty(shape, dtype)
-        x.reshape(-1).view(np.uint8)[...] = 0xFF
-        return x
+        return self.between_guards(shape, dtype)
 
     def zeros(self, shape, dtype):
-        return np.zeros(shape, dtype)
+        x = self.between_guards(shape, dtype)
+        x[...] = 0
+        return x
+
+    def between_guards(self, shape, dtype):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        room = np.full(GUARD + size + GUARD, 0xFF, np.uint8)
+        self.guarded.append(weakref.ref(room))
+        return room[GUARD : GUARD + size].view(dtype).reshape(shape)
 
     def upload(self, host):
         return np.array(host)
@@ -221,6 +230,13 @@ class EmulatedDevice:
         error = _load(kernel)(args.ctypes.data, args.nbytes, blocks, kernel.threads, smem, kernel.blocks_per_cluster)
         if error:
             raise EmulatorError(f"{kernel.expression}: {error.decode()}")
+        self.guarded = [memory for memory in self.guarded if memory() is not None]
+        for memory in self.guarded:
+            room = memory()
+            if room is None:  # another thread has let go of it
+                continue
+            if room[:GUARD].tobytes() + room[-GUARD:].tobytes() != b"\xff" * (2 * GUARD):
+                raise EmulatorError(f"{kernel.expression}: wrote beside an array of {room.size - 2 * GUARD} bytes")
 
 
 class Memory:

@@ -1,7 +1,7 @@
 // Runs a CUDA kernel on the CPU, for tests. A block's threads are fibers on one core, so that a barrier is a
 // switch of stacks and a warp collective runs once for all 32 lanes. Blocks run in turn, odd ones with their
-// threads in reverse, which shows a missing barrier in one direction or the other; those of a cluster run by
-// turns. Arithmetic flushes denormals, as CuPy's compiler option does. What the hardware would leave undefined
+// threads in reverse, which shows a missing barrier in one direction or the other, and at every third and fourth launch
+// even ones; those of a cluster run by turns. What the copy engine copies arrives when somebody waits for it. Arithmetic flushes denormals, as CuPy's compiler option does. What the hardware would leave undefined
 // ends the launch with a message instead.
 //
 // Only dynamic shared memory exists: `__shared__` is left undefined because a C++ static could be neither
@@ -93,7 +93,7 @@ struct Thread {
   Operation operation;
   Condition over;  // what ends its waiting
   void* operand;
-  int copies_count, groups_count;
+  int copies_count, groups_count, stores_count;
 };
 
 extern Thread threads[MAX_TOGETHER];  // of a cluster, block by block
@@ -108,6 +108,7 @@ extern int votes[MAX_CLUSTER];
 
 void report(const char* format, ...);  // the launch ends with this message ...
 void leave();  // ... when the scheduler runs again
+void end_stores();  // what the thread stores by the copy engine arrives
 #define EMULATOR_CHECK(condition, format, ...)                          \
   if (!(condition)) {                                                   \
     emulator::report("thread %u: " format, threadIdx.x, ##__VA_ARGS__); \
@@ -149,8 +150,8 @@ void enter(int block);
 
 // ---- a launch ---------------------------------------------------------------------------------------------
 
-// What a kernel's struct and its host's have, and the order of its blocks.
-struct Sizes { size_t given, wanted; bool backwards; };
+// What a kernel's struct and its host's have, and the order of its blocks, and of the threads of even ones.
+struct Sizes { size_t given, wanted; bool backwards, reversed; };
 const char* launch(void (*entry)(), Sizes sizes, long long blocks, int count, size_t shared, int together);
 
 }  // namespace emulator
@@ -163,6 +164,7 @@ template <class Args> struct Call {
   alignas(Args) static inline unsigned char args[sizeof(Args)];
   static void run() {
     kernel(*reinterpret_cast<const Args*>(args));
+    EMULATOR_CHECK(!current->stores_count, "returns while the copy engine may still read its shared memory");
     wait(State::Returned, nullptr, {});
   }
 };
@@ -171,11 +173,12 @@ template <class Args> struct Call {
 // what went wrong.
 template <class Args> const char* launch(void (*kernel)(Args), const void* args, size_t size,
                                          long long blocks, int count, size_t shared, int together) {
-  static bool backwards = true;
-  backwards = !backwards;
+  static unsigned launches = 0;
+  const bool backwards = launches % 2, reversed = launches / 2 % 2;
+  ++launches;
   Call<Args>::kernel = kernel;
   memcpy(Call<Args>::args, args, size < sizeof(Args) ? size : sizeof(Args));
-  return launch(Call<Args>::run, {size, sizeof(Args), backwards}, blocks, count, shared, together);
+  return launch(Call<Args>::run, {size, sizeof(Args), backwards, reversed}, blocks, count, shared, together);
 }
 
 // ---- shuffles ---------------------------------------------------------------------------------------------

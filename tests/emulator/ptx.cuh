@@ -316,6 +316,12 @@ struct MBarrier {
   u64 state;
 };
 
+struct alignas(64) TensorMap {
+  unsigned char* array;
+  i64 sizes[4], strides[4];                     // columns, tokens, heads, batch; in elements and bytes
+  i32 columns, tokens, heads, bytes, swizzled;  // of the box; of an element
+};
+
 namespace emulator {
 
 // How a Barrier lies in its memory.
@@ -347,8 +353,52 @@ static bool end_phase(Phases* phases) {
   return true;
 }
 
+// What the copy engine loads: its places hold poison until somebody waits for the barrier.
+struct Load {
+  void (*copy)(const Load&);
+  Phases* phases;
+  void* to;
+  const void* from;
+  u32 bytes;
+  TensorMap map;
+  i32 at[4];
+  Where where;
+};
+// What it stores: places are read when the thread waits for it.
+struct Store {
+  void (*copy)(const Store&);
+  TensorMap map;
+  const void* box;
+  i32 at[4];
+  Where where;
+};
+constexpr int MAX_LOADS = 256, MAX_STORES = 8;
+#pragma GCC visibility push(default)
+extern Load loads[MAX_CLUSTER][MAX_LOADS];
+extern int loads_count[MAX_CLUSTER];
+extern Store stores[MAX_TOGETHER][MAX_STORES];
+#pragma GCC visibility pop
+
+static void land(const Load& load) {
+  load.copy(load);
+  load.phases->coming -= load.bytes / 16;
+  end_phase(load.phases);
+}
+
+static void begin(const Load& load) {
+  if (loads_count[rank] == MAX_LOADS) land(load);
+  else loads[rank][loads_count[rank]++] = load;
+}
+
 static bool phase_over(const void* operand) {
   const auto* end = static_cast<const PhaseEnd*>(operand);
+  int left = 0;
+  for (int i = 0; i < loads_count[rank]; ++i) {
+    const Load& load = loads[rank][i];
+    if (load.phases == end->phases) land(load);
+    else loads[rank][left++] = load;
+  }
+  loads_count[rank] = left;
   return end->phases->parity != end->parity;
 }
 
@@ -448,10 +498,12 @@ inline void copy_bulk_evict_first(void* to, const void* from, u32 bytes, MBarrie
   EMULATOR_CHECK(emulator::in_shared(to, 16) && reinterpret_cast<u64>(from) % 16 == 0 && bytes % 16 == 0,
                  "copy_bulk_evict_first of %u bytes, not aligned or not to shared memory (%s:%d)", bytes, where.file,
                  where.line);
-  emulator::Phases* phases = emulator::phases("copy_bulk_evict_first", b, where);
-  memcpy(to, from, bytes);
-  phases->coming -= bytes / 16;
-  emulator::end_phase(phases);
+  memset(to, emulator::POISON, bytes);
+  emulator::Load load = {};
+  load.copy = [](const emulator::Load& load) { memcpy(load.to, load.from, load.bytes); };
+  load.phases = emulator::phases("copy_bulk_evict_first", b, where);
+  load.to = to, load.from = from, load.bytes = bytes;
+  emulator::begin(load);
 }
 
 inline void copy_bulk(void* to, const void* from, u32 bytes, MBarrier& b, emulator::Where where = emulator::here()) {
@@ -459,12 +511,6 @@ inline void copy_bulk(void* to, const void* from, u32 bytes, MBarrier& b, emulat
 }
 
 // ---- boxes of tensors -------------------------------------------------------------------------------------
-
-struct alignas(64) TensorMap {
-  unsigned char* array;
-  i64 sizes[4], strides[4];                     // columns, tokens, heads, batch; in elements and bytes
-  i32 columns, tokens, heads, bytes, swizzled;  // of the box; of an element
-};
 
 namespace emulator {
 
@@ -490,6 +536,11 @@ void each_piece(const char* call, const void* box, const TensorMap& map, const i
     }
 }
 
+inline void begin(const Store& store) {
+  if (current->stores_count == MAX_STORES) end_stores();
+  stores[index()][current->stores_count++] = store;
+}
+
 }  // namespace emulator
 
 inline void prefetch_tensor_map(const TensorMap&) {}
@@ -497,13 +548,17 @@ inline void prefetch_tensor_map(const TensorMap&) {}
 inline void tensor_load(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token, i32 head, i32 batch,
                         emulator::Where where = emulator::here()) {
   emulator::Phases* phases = emulator::phases("tensor_load", b, where);
+  const u32 bytes = map.columns * map.bytes * map.tokens * map.heads;
   emulator::each_piece("tensor_load", box, map, {column, token, head, batch}, where,
-                       [](unsigned char* to, const unsigned char* from) {
-                         if (from) memcpy(to, from, 16);
-                         else memset(to, 0, 16);
-                       });
-  phases->coming -= map.columns * map.bytes / 16 * map.tokens * map.heads;
-  emulator::end_phase(phases);
+                       [](unsigned char* to, const unsigned char*) { memset(to, emulator::POISON, 16); });
+  const auto copy = [](const emulator::Load& load) {
+    emulator::each_piece("tensor_load", load.to, load.map, load.at, load.where,
+                         [](unsigned char* to, const unsigned char* from) {
+                           if (from) memcpy(to, from, 16);
+                           else memset(to, 0, 16);
+                         });
+  };
+  emulator::begin({copy, phases, box, nullptr, bytes, map, {column, token, head, batch}, where});
 }
 
 inline void tensor_load_evict_first(void* box, const TensorMap& map, MBarrier& b, i32 column, i32 token, i32 head,
@@ -515,10 +570,13 @@ inline void tensor_prefetch(const TensorMap&, i32, i32, i32, i32) {}
 
 inline void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head, i32 batch,
                          emulator::Where where = emulator::here()) {
-  emulator::each_piece("tensor_store", box, map, {column, token, head, batch}, where,
-                       [](const unsigned char* from, unsigned char* to) {
-                         if (to) memcpy(to, from, 16);
-                       });
+  const auto copy = [](const emulator::Store& store) {
+    emulator::each_piece("tensor_store", store.box, store.map, store.at, store.where,
+                         [](const unsigned char* from, unsigned char* to) {
+                           if (to) memcpy(to, from, 16);
+                         });
+  };
+  emulator::begin({copy, map, box, {column, token, head, batch}, where});
 }
 
 template <typename T> void add_piece(T* to, const T* piece, emulator::Where where = emulator::here()) {
@@ -533,15 +591,18 @@ void tensor_store_or_add(const TensorMap& map, const T* box, i32 column, i32 tok
   if (!adds) return tensor_store(map, box, column, token, head, batch, where);
   EMULATOR_CHECK(map.bytes == sizeof(T), "tensor_store_or_add of other numbers than the array's (%s:%d)", where.file,
                  where.line);
-  emulator::each_piece("tensor_store_or_add", box, map, {column, token, head, batch}, where,
-                       [](const unsigned char* from, unsigned char* to) {
-                         if (to) add_piece(reinterpret_cast<T*>(to), reinterpret_cast<const T*>(from));
-                       });
+  const auto copy = [](const emulator::Store& store) {
+    emulator::each_piece("tensor_store_or_add", store.box, store.map, store.at, store.where,
+                         [](const unsigned char* from, unsigned char* to) {
+                           if (to) add_piece(reinterpret_cast<T*>(to), reinterpret_cast<const T*>(from));
+                         });
+  };
+  emulator::begin({copy, map, box, {column, token, head, batch}, where});
 }
 
 inline void commit_adds() {}
 
-inline void tensor_store_wait() {}
+inline void tensor_store_wait() { emulator::end_stores(); }
 
 inline void mbarrier_arrive_after_copies(MBarrier& b, emulator::Where where = emulator::here()) {
   cp_async_commit();

@@ -11,7 +11,11 @@ namespace emulator {
 Thread threads[MAX_TOGETHER];
 Copy copies[MAX_TOGETHER][MAX_COPIES];
 Products products[MAX_TOGETHER / WARP];
+Load loads[MAX_CLUSTER][MAX_LOADS];
+Store stores[MAX_TOGETHER][MAX_STORES];
+int loads_count[MAX_CLUSTER];
 Thread* current;
+static bool reversed;      // whether even blocks, and not odd ones, have their threads in reverse
 static int waiting_count;  // threads that are Waiting
 static Context scheduler;
 static char message[1024];
@@ -101,6 +105,11 @@ extern "C" __attribute__((visibility("default"))) void __ubsan_handle_type_misma
   report("thread %u: %p is not aligned to %d bytes (%s:%u)", threadIdx.x, place, 1 << found->log_alignment, found->file,
          found->line);
   leave();
+}
+
+void end_stores() {
+  for (int i = 0; i < current->stores_count; ++i) stores[index()][i].copy(stores[index()][i]);
+  current->stores_count = 0;
 }
 
 void wait(State state, const char* call, Where where, Operation operation, void* operand) {
@@ -224,7 +233,7 @@ enum class Turn { Idle, Ran, Failed };
 
 // Runs a warp until each of its threads waits for another warp or has returned.
 static Turn run_warp(Thread* lanes) {
-  const int reverse = blockIdx.x % 2 ? WARP - 1 : 0;
+  const int reverse = blockIdx.x % 2 != reversed ? WARP - 1 : 0;
   for (Turn turn = Turn::Idle;; turn = Turn::Ran) {
     for (int i = 0; i < WARP; ++i) {
       Thread& lane = lanes[i ^ reverse];
@@ -264,7 +273,7 @@ static Turn run_block(Thread* own) {
   for (Turn all = Turn::Idle;;) {
     bool ran = false;
     for (int i = 0; i < warps; ++i) {
-      const Turn turn = run_warp(own + WARP * (blockIdx.x % 2 ? warps - 1 - i : i));
+      const Turn turn = run_warp(own + WARP * (blockIdx.x % 2 != reversed ? warps - 1 - i : i));
       if (turn == Turn::Failed) return turn;
       ran |= turn == Turn::Ran;
     }
@@ -286,11 +295,12 @@ static void run_cluster(unsigned char* stacks, void (*entry)()) {
   cluster_barrier = {};
   memset(votes, 0, sizeof votes);
   memset(meetings, 0, sizeof meetings);
+  memset(loads_count, 0, sizeof loads_count);
   for (int i = 0; i < cluster * count / WARP; ++i) products[i].count = products[i].groups = 0;
   waiting_count = 0;
   for (int i = 0; i < cluster * count; ++i) {
     threads[i].state = State::Ready;
-    threads[i].copies_count = threads[i].groups_count = 0;
+    threads[i].copies_count = threads[i].groups_count = threads[i].stores_count = 0;
     prepare(threads[i].context, stacks + i * STACK, entry);
   }
   for (int block = 0; block < cluster; ++block) memset(shared_storage[block], POISON, GUARD + shared_bytes + GUARD);
@@ -333,6 +343,7 @@ const char* launch(void (*entry)(), Sizes sizes, long long blocks, int count, si
   cluster = together, rank = 0;
   blockDim = {unsigned(count), 1, 1};
   gridDim = {unsigned(blocks), 1, 1};
+  reversed = sizes.reversed;
   const unsigned before = flush_denormals();
   for (long long n = 0; n < blocks && !message[0]; n += cluster) {
     blockIdx.x = unsigned(sizes.backwards ? blocks - cluster - n : n);

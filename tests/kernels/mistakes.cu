@@ -88,6 +88,19 @@ struct MissingCommit {
   }
 };
 
+struct MissingBulkWait {
+  __device__ static float run(float* s, const float* in) {
+    MBarrier& barrier = *reinterpret_cast<MBarrier*>(s + 4);
+    if (threadIdx.x == 0) {
+      mbarrier_init(barrier, 1);
+      mbarrier_arrive_and_expect(barrier, 16);
+      copy_bulk(s, in, 16, barrier);
+    }
+    __syncthreads();
+    return s[threadIdx.x % 4];
+  }
+};
+
 struct MisalignedCopy {
   __device__ static float run(float* s, const float* in) {
     cp_async<16>(s + threadIdx.x, in);
