@@ -529,57 +529,52 @@ def set_sizes(product):
 
 
 @njit(**LOOP_OPTIONS)
-def numbers_to_prepare(product):
-    """How many numbers of 32 bits `prepare` stores."""
+def place(product, address):
+    """Places what `prepare` stores: from `address` on, one array after the other. Returns the address after them."""
     S, K, padded, blocks = product[STACK], product[COLUMNS], product[PADDED_TOKENS], blocks_of(product)
-    padded_x = S * padded * K if padded > product[TOKENS] else 0
-    totals = blocks * S * padded if product[FORMAT] == INT4 else 0
-    return padded_x + product[LISTS] * (K + PREFETCHED_OF_LIST + blocks + 1) + totals
+    product[INPUTS] = address + (4 * S * padded * K if padded > product[TOKENS] else 0)  # x comes before
+    product[STARTS] = product[INPUTS] + 4 * product[LISTS] * (K + PREFETCHED_OF_LIST)
+    product[TOTALS] = product[STARTS] + 4 * product[LISTS] * (blocks + 1)
+    return product[TOTALS] + (4 * blocks * S * padded if product[FORMAT] == INT4 else 0)
 
 
 @njit(**LOOP_OPTIONS)
-def prepare(product, address):
-    """Computes what all parts of a product read, and stores it at an address, in zeros; returns the address after it.
-
-    These are: x with rows of zeros, if PADDED_TOKENS is more than TOKENS; the lists of inputs; for int4 the sums of
-    inputs by blocks.
-    """
+def prepare(product):
+    """Computes what all parts of a product read, and stores it in zeros, where `place` says: x with rows of zeros, if
+    PADDED_TOKENS is more than TOKENS; the lists of inputs; for int4 the sums of inputs by blocks."""
     S, T, K, padded = product[STACK], product[TOKENS], product[COLUMNS], product[PADDED_TOKENS]
     blocks, listed = blocks_of(product), product[LISTS]
     if padded > T:
-        x, padded_x = array_at(product[X], (S, T, K), np.float32), array_at(address, (S, padded, K), np.float32)
+        given_x = array_at(product[X], (S, T, K), np.float32)
+        product[X] = product[INPUTS] - 4 * S * padded * K
+        padded_x = array_at(product[X], (S, padded, K), np.float32)
         for s in range(S):
             for t in range(T):
                 for k in range(K):
-                    padded_x[s, t, k] = x[s, t, k]
-        product[X] = address
-        address += 4 * padded_x.size
+                    padded_x[s, t, k] = given_x[s, t, k]
     x = array_at(product[X], (S * padded, K), np.float32)
-    inputs = array_at(address, (listed, K + PREFETCHED_OF_LIST), np.int32)
-    starts = array_at(address + 4 * inputs.size, (listed, blocks + 1), np.int32)
-    totals = array_at(address + 4 * (inputs.size + starts.size), (blocks, S * padded), np.float32)
-    product[INPUTS], product[STARTS], product[TOTALS] = inputs.ctypes.data, starts.ctypes.data, totals.ctypes.data
+    inputs = array_at(product[INPUTS], (listed, K + PREFETCHED_OF_LIST), np.int32)
+    starts = array_at(product[STARTS], (listed, blocks + 1), np.int32)
     for row in range(listed):
         list_inputs(x[row], inputs[row], starts[row])
-    if product[FORMAT] != INT4:
-        return product[TOTALS]
-    add_totals(x, totals)
-    return product[TOTALS] + 4 * totals.size
+    if product[FORMAT] == INT4:
+        add_totals(x, array_at(product[TOTALS], (blocks, S * padded), np.float32))
 
 
 @cfunc(types.void(types.intp, types.intp, types.intp))
 def multiply(board, products, count):
     """Computes products with all threads that look at the board; `count` descriptions are at the address `products`."""
     board, products = array_at(board, (BOARD,), np.int64), array_at(products, (count, PRODUCT), np.int64)
-    parts, numbers = 0, 0
+    parts, size = 0, 0
     for n in range(count):
         set_sizes(products[n])
-        numbers += numbers_to_prepare(products[n])
+        size = place(products[n], size)  # as if the memory began at 0
         parts += products[n, PARTS]
-    shared = np.zeros(numbers, np.int32)
+    shared = np.zeros(size // 4, np.int32)
     address = shared.ctypes.data
     for n in range(count):
-        address = prepare(products[n], address)
+        address = place(products[n], address)
+        prepare(products[n])
     board[PRODUCTS], board[COUNT] = products.ctypes.data, count
     compute_together(board, parts)
     board[COUNT] = shared.size  # Numba frees an array after its last use, so this must be used once more

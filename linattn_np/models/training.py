@@ -384,7 +384,7 @@ def order_of(seed, epoch, rows, context):
 # -- files -----------------------------------------------------------------------------------------------------------
 def checked_settings(stored, kind) -> Settings:
     """The settings in the arrays `stored` of a checkpoint; ContractError unless all arrays are there and fit them."""
-    dtypes = dict.fromkeys(VECTORS, np.float32) | dict.fromkeys(("settings", "text"), np.uint8)
+    dtypes: dict[str, type] = {**dict.fromkeys(VECTORS, np.float32), "settings": np.uint8, "text": np.uint8}
     dtypes |= {"step": np.int64, "seconds": np.float64}
     if stored.keys() != dtypes.keys():
         refuse(f"holds {', '.join(sorted(stored)[:9])}, expected a training: {', '.join(sorted(dtypes))}")
