@@ -5,23 +5,14 @@ operator, in pictures of this package's operators alone.
 INK, GRID = "#6e7781", "#6e778155"  # of text and axes; of the grid
 OURS, FLA, TORCH, OTHER = "#0f86a5", "#d9822b", "#9a5fb4", "#5f9a4e"
 SOFTMAX, GLA, RWKV6, RETENTION = "#c2483d", OURS, "#74bfd3", "#3d6fb6"
+INKED = "text.color axes.labelcolor axes.edgecolor axes.titlecolor xtick.color ytick.color".split()
 STYLE = {  # matplotlib's rcParams
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "axes.titlecolor": INK,
+    **dict.fromkeys(INKED, INK),
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), "none"),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.axisbelow", "savefig.transparent"), True),
     "axes.prop_cycle": f"cycler('color', {[OURS, SOFTMAX, OTHER, RWKV6]})",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "savefig.facecolor": "none",
-    "savefig.transparent": True,
-    "xtick.color": INK,
-    "ytick.color": INK,
     "grid.color": GRID,
-    "legend.frameon": False,
 }
 
 

@@ -131,7 +131,7 @@ class Training:
             refuse("recompute is for device 'cuda'")
         self.ranks = ranks or OneProcess()
         tokens = as_tokens(text)
-        self.title, self.fingerprint = title_of(kind), fingerprint(tokens, kind.beside)
+        self.title, self.fingerprint = getattr(kind, "title", ""), fingerprint(tokens, kind.beside)
         self.ranks.agree(
             {
                 "the settings": settings,
@@ -276,7 +276,8 @@ class Training:
         CheckpointError if the file holds no training, or one on another text.
         """
         stored = (ranks or OneProcess()).from_first(lambda: checkpoint.read(path))
-        wanted, title = title_of(kind), stored.pop("of", np.zeros(0, np.uint8)).tobytes().decode(errors="replace")
+        wanted = getattr(kind, "title", "")
+        title = stored.pop("of", np.zeros(0, np.uint8)).tobytes().decode(errors="replace")
         if title not in ("", wanted):  # older files have no title
             raise checkpoint.CheckpointError(
                 f"{path}: is a training of {shown(title)[1:-1]}, expected one of {wanted}: it goes on as what it began "
@@ -360,11 +361,6 @@ def as_tokens(text) -> np.ndarray:
     while isinstance(owner, np.ndarray):
         owner = owner.base
     return tokens if isinstance(owner, bytes) else tokens.copy()
-
-
-def title_of(kind) -> str:
-    """The `title` of a `protocols.Trainable`, or "" if it has none."""
-    return getattr(kind, "title", "")
 
 
 def fingerprint(tokens, beside: bytes) -> np.ndarray:

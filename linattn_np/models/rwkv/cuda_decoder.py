@@ -315,10 +315,9 @@ class DecodingStep:
 
     def steps(self, layers) -> tuple:
         """The steps of the plan, in order."""
-        decoder, buffers = self.decoder, self.buffers
+        model, decoder = self.model, self.decoder
         # x = the layer norms of the tokens' rows of the embedding
-        norm = self.model.ln0
-        kernels.ChosenNorm.launch(self.draft, self.tokens, self.model.embedding, norm, buffers.x, decoder.layer_eps)
+        kernels.ChosenNorm.launch(self.draft, self.tokens, model.embedding, model.ln0, self.x, decoder.layer_eps)
         if decoder.kernel:
             self.launch_all_layers(layers)
         else:
@@ -475,9 +474,8 @@ class DecodingStep:
         they leave), or None on other cards and if cuBLAS is faster. `in_parts`: whether they may leave parts.
         `WideProduct` serves half precision and 56 to 64, or 129 to 256, vectors."""
         decoder, rows = self.decoder, [w.shape[:2] for w in matrices]
-        if wide := model_products.WideProduct.fitting(
-            decoder.matrix_dtype, B, K, rows, in_parts, decoder.device, early
-        ):
+        wide = model_products.WideProduct.fitting(decoder.matrix_dtype, B, K, rows, in_parts, decoder.device, early)
+        if wide:
             kernel, parts = wide
             return partial(kernel.launch, parts=parts), parts
         kernel = self.batch_product(matrices, B, K, early)
@@ -522,15 +520,11 @@ def matrix_of(weights, name) -> tuple:
 
 def checked_sizes(version, sizes, dtype, limits):
     """Returns `sizes`; ContractError if the kernels do not support them. `limits`: {axis: the largest size}."""
-    multiple = 16 if dtype == INT8 else 8  # columns that kernels load at a time
-    for axis in "DF":
+    columns = 16 if dtype == INT8 else 8  # which kernels load at a time
+    for axis, multiple in (("D", columns), ("F", columns), ("N", 4)):
         if sizes[axis] % multiple:
-            version.refuse(
-                f"{axis} is {sizes[axis]}, expected a multiple of {multiple} on the GPU"
-                + " with int8" * (multiple == 16)
-            )
-    if sizes["N"] % 4:
-        version.refuse(f"N is {sizes['N']}, expected a multiple of 4 on the GPU")
+            gpu = "the GPU with int8" if multiple == 16 else "the GPU"
+            version.refuse(f"{axis} is {sizes[axis]}, expected a multiple of {multiple} on {gpu}")
     for axis, most in limits.items():
         if sizes[axis] > most:
             version.refuse(f"{axis} is {sizes[axis]}, expected at most {most} on the GPU")

@@ -305,8 +305,8 @@ class TrainingStep:
         columns before `tanh_end` (None: of all), the sigmoid of the columns sigmoid[0] ... sigmoid[1] - 1. `dy` and the
         result are as in `relu_squared`."""
         kernel, columns = LowActivations(self.dtype), y.shape[1]
-        ends = {"tanh_end": columns if tanh_end is None else tanh_end}
-        ends |= dict(zip(("sigmoid_begin", "sigmoid_end"), sigmoid))
+        tanh_end = columns if tanh_end is None else tanh_end
+        ends = dict(zip(("tanh_end", "sigmoid_begin", "sigmoid_end"), (tanh_end, *sigmoid)))
         self.run_kernel(kernel, kernel.blocks(y.size), y=y, dy=dy, count=y.size, columns=columns, **ends)
         return y if dy is None else dy
 
@@ -447,10 +447,7 @@ class TrainingStep:
         gradient_of_next_rank = self.cut.from_next_rank(shifted)
         if gradient_of_next_rank is None:
             return pulled
-        dxx = pulled.dxx
-        if dxx is None:
-            dxx = self.empty(self.tokens, self.D)
-            dxx[...] = 0
+        dxx = self.device.zeros((self.tokens, self.D), self.dtype) if pulled.dxx is None else pulled.dxx
         last_tokens = self.tokens_at(-1, dxx)
         last_tokens[...] = last_tokens.astype(FLOAT32) + gradient_of_next_rank
         return replace(pulled, dxx=dxx)
