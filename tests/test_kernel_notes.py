@@ -94,6 +94,14 @@ def test_rows(file, planner, test):
     assert said is None or said[1].replace(" and ", ", ") == planner
 
 
+def test_heads_name_tests_that_there_are():
+    tests = "".join(f"{path.stem}\n{path.read_text()}" for path in sorted((ROOT / "tests").glob("test_*.py")))
+    there = set(re.findall(r"^(?:def )?(test_\w+)", tests, re.MULTILINE))
+    for path in sorted(KERNELS.rglob("*.cu*")):
+        for said in re.findall(r"^// tests +(.*\n(?:// {11}.*\n)*)", path.read_text(), re.MULTILINE):
+            assert set(re.findall(r"\btest_\w+", said)) <= there, path
+
+
 @pytest.mark.parametrize("script", ["draw", "draw_kernels"])
 def test_pictures_are_what_the_scripts_draw(script, tmp_path, monkeypatch):
     for path in PICTURES.glob("*.py"):
