@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
@@ -64,18 +65,11 @@ class Nccl:
     def all_gather(self, x):
         if isinstance(x, np.ndarray):
             return self.host.all_gather(x)
-        gathered, read = self.cupy.empty((self.size, *x.shape), x.dtype), [x]  # keeps x until NCCL has read it
+        gathered = self.cupy.empty((self.size, *x.shape), x.dtype)
         done = self.enqueue(
             lambda stream: self.communicator.allGather(x.data.ptr, gathered.data.ptr, x.nbytes, self.byte, stream)
         )
-
-        def wait():
-            self.watch.check()
-            self.join(done)
-            read.clear()
-            return gathered
-
-        return wait
+        return partial(self.arrived, done, gathered, [x])
 
     def all_mean(self, x):
         """Starts to replace the numbers of a contiguous float32 array by their mean over all ranks. Returns a function
@@ -84,12 +78,16 @@ class Nccl:
         done = self.enqueue(
             lambda stream: self.communicator.allReduce(address, address, x.size, self.float32, self.average, stream)
         )
+        return partial(self.arrived, done)
 
-        def wait():
-            self.watch.check()
-            self.join(done)
-
-        return wait
+    def arrived(self, done, result=None, read=None):
+        """Makes the current stream wait for a message of all ranks, whose end is the event `done`; returns `result`.
+        `read`: a list that keeps the array that NCCL reads until then."""
+        self.watch.check()
+        self.join(done)
+        if read:
+            read.clear()
+        return result
 
     def send(self, x, to):
         if isinstance(x, np.ndarray):

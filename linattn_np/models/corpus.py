@@ -44,7 +44,7 @@ def read(path, tokenizer: Tokenizer) -> np.ndarray:
 
 def ids(tokens, tokenizer) -> np.ndarray:
     """The ids as an array of the smallest unsigned dtype that holds the tokenizer's ids."""
-    return np.array(tokens, np.uint8 if tokenizer.size <= 256 else np.uint16 if tokenizer.size <= 65536 else np.uint32)
+    return np.array(tokens, np.min_scalar_type(tokenizer.size - 1))
 
 
 def read_lines(path, tokenizer):

@@ -11,7 +11,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from typing import BinaryIO, NoReturn
 
 import numpy as np
@@ -61,12 +61,10 @@ def mapped(path, wanted: str) -> mmap.mmap:
 def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
     """Yields ``(number, line)``, with numbers from 1 on. FileError for a line of more than `most` bytes, of which no
     more is read."""
-    number = 1
-    while line := file.readline(most + 1):
+    for number, line in enumerate(iter(partial(file.readline, most + 1), b""), 1):
         if len(line) > most:
             refuse(f"line {number} has more than {most} bytes", "shorter lines")
         yield number, line
-        number += 1
 
 
 def json_object(text) -> dict:

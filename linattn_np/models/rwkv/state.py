@@ -100,10 +100,8 @@ class State:
             if entries.keys() - {f"{VERSION_NAME}.npy"} != {f"{name}.npy" for name in STATE}:
                 found = ", ".join(sorted(file_name.removesuffix(".npy") for file_name in entries))
                 refuse(f"holds {shown(found)[1:-1] or 'nothing'}, expected {', '.join(sorted(STATE))}")
-            arrays = {}
-            for file_name, entry in entries.items():
-                name = file_name.removesuffix(".npy")
-                arrays[name] = stored_zip.floats(data, entry, name)
+            named = {file_name.removesuffix(".npy"): entry for file_name, entry in entries.items()}
+            arrays = {name: stored_zip.floats(data, entry, name) for name, entry in named.items()}
             state = cls(*(arrays[name] for name in STATE), version=number_in(arrays))
             check_state(state, {})
             return state
