@@ -325,21 +325,17 @@ def add_blocks(product, tile, row, several_tokens, first, last, sums):
     if not several_tokens:
         loop = LISTED if starts[-1] >= 0 else ALL
     variant, totals = len(TILE_LOOPS) * format + loop, product[TOTALS] + 4 * row
-    scales = product[SCALES] + 4 * TILE * tile
-    if format != INT4:
-        begin, end = BLOCK * first, min(columns, BLOCK * last)
+    scales, at_once = product[SCALES] + 4 * TILE * tile, last - first  # blocks at once: all that share scales
+    bytes_of_scales, bytes_of_totals = 0, 0  # of one block
+    if format == INT4:
+        scales, at_once = product[SCALES] + 2 * TILE * tile * blocks, 1
+        bytes_of_scales, bytes_of_totals = 2 * TILE, 4 * product[STACK] * product[PADDED_TOKENS]
+    for block in range(first, last, at_once):
+        begin, end = BLOCK * block, min(columns, BLOCK * (block + at_once))
         if loop == LISTED:
-            begin, end = starts[first], starts[last]
-        add_sums(variant, bits, scales, x, columns, inputs, begin, end, totals, sums)
-        return
-    scales = product[SCALES] + 2 * TILE * tile * blocks
-    bytes_of_totals = 4 * product[STACK] * product[PADDED_TOKENS]  # of one block
-    for block in range(first, last):
-        begin, end = BLOCK * block, min(columns, BLOCK * (block + 1))
-        if loop == LISTED:
-            begin, end = starts[block], starts[block + 1]
-        block_scales = scales + 2 * TILE * block
-        add_sums(variant, bits, block_scales, x, columns, inputs, begin, end, totals + bytes_of_totals * block, sums)
+            begin, end = starts[block], starts[block + at_once]
+        scales_of_block, totals_of_block = scales + bytes_of_scales * block, totals + bytes_of_totals * block
+        add_sums(variant, bits, scales_of_block, x, columns, inputs, begin, end, totals_of_block, sums)
 
 
 @njit(**LOOP_OPTIONS)
@@ -517,15 +513,16 @@ def add_totals(x, totals):
 def set_sizes(product):
     """Sets the sizes that `multiply_at` has not set."""
     format, S, T, K = product[FORMAT], product[STACK], product[TOKENS], product[COLUMNS]
-    product[PADDED_TOKENS], product[LISTS] = T, 0
-    if format != FLOAT32 and T <= ONE_BY_ONE:
-        product[LISTS] = S * T
-    elif format != FLOAT32:
-        product[PADDED_TOKENS] = (T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE * TOKENS_AT_ONCE
-    rows = TILE if format != FLOAT32 else min(TILE, max(1, PART_OF_FLOAT32 // max(1, K)))
-    product[BYTES_OF_INPUT] = BYTES_BY_CODE[format]
+    padded, lists, rows, chunks = T, 0, TILE, (T + CHUNK - 1) // CHUNK
+    if format == FLOAT32:
+        rows, chunks = min(TILE, max(1, PART_OF_FLOAT32 // max(1, K))), 1
+    elif T <= ONE_BY_ONE:
+        lists = S * T
+    else:
+        padded = (T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE * TOKENS_AT_ONCE
+    product[PADDED_TOKENS], product[LISTS], product[BYTES_OF_INPUT] = padded, lists, BYTES_BY_CODE[format]
     product[TILE_ROWS], product[TILES] = rows, (product[ROWS] + rows - 1) // rows
-    product[PARTS] = S * product[TILES] * (1 if format == FLOAT32 else (T + CHUNK - 1) // CHUNK)
+    product[PARTS] = S * product[TILES] * chunks
 
 
 @njit(**LOOP_OPTIONS)

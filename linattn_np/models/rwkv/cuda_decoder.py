@@ -172,7 +172,8 @@ class CudaDecoder(NotCopied):
 
     def word_buffers(self, **shapes) -> dict:
         """The buffers, by argument, through which the blocks of the kernel of all layers exchange numbers: those of
-        these shapes and those of every version.
+        these shapes and those of every version; none if each product has a kernel of its own. They replace the buffers
+        of the same names that other kernels take.
 
         A number is in a *word*, which also holds its epoch: the count of layers when it was written, over all steps, 0
         at first. A block that wants the number of an epoch loads the word until it is of this epoch.
@@ -180,6 +181,8 @@ class CudaDecoder(NotCopied):
         xx : the normed x of both mixes, x after each mix, and x after the last layer, whose words have 8 bytes each
         arrived : each block's epoch
         """
+        if not self.kernel:
+            return {}
         shapes |= {"xx": (6, self.sizes["D"]), "y": (self.sizes["D"],), "activated": (self.sizes["F"],)}
         # as `Handed` in rwkv6/decode_tiles.cuh; a word of 4 bytes holds only the epoch's last bit
         word = INT64 if self.dtype == FLOAT32 else UINT32

@@ -110,7 +110,4 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
             "ffn_mixed": buffer(terms, 2, B, D, dtype=X),
             "gate": buffer(1, B, D),
         }
-        if not self.kernel:  # each product has a kernel of its own
-            return buffers
-        # the kernel of all layers takes these as words, in place of the buffers of the same names
         return buffers | self.word_buffers(low=(5 * A,), mixed=(5, D), kvrg=(4, D), decay_low=(W,), gate=(D,))

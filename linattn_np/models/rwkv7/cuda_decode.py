@@ -116,8 +116,5 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
             "openings": buffer(3, B, D),
             "first_v": self.device.zeros((B, D), FLOAT32),  # not left unwritten: the first layer loads it, too
         }
-        if not self.kernel:  # each product has a kernel of its own
-            return buffers
-        # the kernel of all layers takes these as words, in place of the buffers of the same names
         rows = kernels.padded(self.rank, kernels.DecodeOne.ROWS)  # whole tiles of a product
         return buffers | self.word_buffers(low=(kernels.DOWNS, rows), vkr=(3, D))
