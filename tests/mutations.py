@@ -1,6 +1,6 @@
 """Wrong changes drawn at random, and whether the tests of the file notice them.
 
-    python tests/mutations.py [--seconds 600] [--seed 1] [--log FILE]
+    python tests/mutations.py [--seconds 600] [--seed 1] [--family delta]
 
 A kernel, a header or a planner of a copy of this checkout loses a barrier or a boundary, or has another constant. Then
 the cases run that `guards.py` chooses for that file: the compiler notices the change, or a case does, or nobody. Prints
@@ -8,7 +8,6 @@ each change, then a table. Some changes that nobody notices change nothing: that
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -113,14 +112,10 @@ def main():
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--family", action="append", help="of these folders of kernels_cu alone, or planners")
-    parser.add_argument("--launches", help="a file of what cases launch, where it was found before")
     options = parser.parse_args()
     end, rng, counts = time.time() + options.seconds, random.Random(options.seed), Counter()
     tests = {*guards.ALSO, *(test for *_, test in guards.rows())}
-    if options.launches:
-        launches = {case: {k: set(e) for k, e in x.items()} for case, x in json.load(open(options.launches)).items()}
-    else:
-        launches = guards.Survey().of(tests, f"--seed={options.seed}")
+    launches = guards.Survey().of(tests, f"--seed={options.seed}")
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch)
         for name in ("linattn_np", "kernels_cu", "tests", "examples", "pyproject.toml", "setup.cfg"):
