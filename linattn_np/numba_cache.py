@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from .signals import signals_held
@@ -135,12 +136,22 @@ class ChecksummedFiles(caching.IndexDataCacheFile):
         return pickle.loads(data[:-DIGEST])
 
 
+@cache
+def stamp_of_sources(package=Path(__file__).parent) -> str:
+    """A digest of the times and sizes of the files from which loops take functions and constants. Numba compares those
+    of a loop's own file alone: a loop would go on calling what another file held before."""
+    files = sorted(file for room in ("models", "backends/numpy") for file in (package / room).rglob("*.py"))
+    seen = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()
+
+
 class DiskCache(caching.FunctionCache):
     """Numba's cache of a function; if reading or writing it fails, the function is compiled."""
 
     def __init__(self, function):
         super().__init__(function)
         self._cache_file.__class__ = ChecksummedFiles
+        self._cache_file._source_stamp = self._cache_file._source_stamp, stamp_of_sources()
 
     def load_overload(self, signature, context):
         code = None

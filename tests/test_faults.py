@@ -600,6 +600,20 @@ def test_a_file_of_another_loop_of_numbas_is_not_run(loop, tmp_path):
     assert loop()(0.25) == 0.5
 
 
+def test_a_loop_is_compiled_again_when_what_it_calls_has_changed(loop, tmp_path, monkeypatch):
+    """Its machine code holds the functions and constants of other files, too."""
+    from linattn_np import numba_cache
+
+    stamp = numba_cache.stamp_of_sources.__wrapped__
+    monkeypatch.setattr(numba_cache, "stamp_of_sources", lambda: stamp(tmp_path))
+    for changed in ("models/matrix_loops.py", "models/rwkv7/mixes.py", "backends/numpy/numba_loops.py"):
+        (tmp_path / changed).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / changed).write_text("DECAY = 1\n")
+        for hits in (0, 1):
+            twice = loop()
+            assert twice(3) == 6 and sum(twice.stats.cache_hits.values()) == hits
+
+
 def test_without_a_folder_each_process_compiles(loop, tmp_path, monkeypatch):
     from linattn_np import numba_cache
 
