@@ -30,9 +30,9 @@ class Ended(KeyboardInterrupt):
 class Noted:
     """The handler of signals.
 
-    The first signal is noted, and raises Ended unless the work is `deferred`. A signal after a noted Ctrl-C is noted in
-    its place: `forget_ctrl_c` lets no work go on after another signal. Of later signals only Ctrl-C raises Ended, in
-    any work; the second such Ctrl-C ends the process.
+    The first signal is noted, and raises Ended unless the work is `deferred`. SIGTERM or SIGHUP after a noted Ctrl-C is
+    noted in its place: `forget_ctrl_c` removes a Ctrl-C only, so the work does not go on then. Of later signals only
+    Ctrl-C raises Ended, in any work; the second such Ctrl-C ends the process, if it is the command's own (OWN_PROCESS).
 
     A Ctrl-C within BURST of another signal is that signal's echo, and does nothing: a key bounces, and a launcher
     passes on what its terminal has also sent to this process.
@@ -66,7 +66,7 @@ class Noted:
     def insist(self):
         """Ends the work by a Ctrl-C after the first signal."""
         self.requests += 1
-        if OWN_PROCESS and self.requests > 2:  # the work is already ending; nothing might catch the exception
+        if OWN_PROCESS and self.requests > 2:  # the work's cleanup may have lost the exception
             os._exit(128 + signal.SIGINT)
         raise Ended(signal.SIGINT)
 
@@ -77,8 +77,9 @@ noted = Noted()
 @contextmanager
 def handled() -> Iterator[None]:
     """A context in which a signal raises Ended in the main thread. Signals that are ignored, as under nohup, stay so.
+    The context does not nest. A program that calls the command in its own process gets its handlers back.
 
-    After the context a signal ends the command's process; if a signal has ended the work, later ones are ignored:
+    After the context a signal ends the command's own process; if a signal has ended the work, later ones are ignored:
     Python, which is ending, would print a traceback.
     """
     noted.__dict__.clear()  # all attributes have the values of the class again

@@ -19,8 +19,9 @@ LONGEST = (1 << 31) - 1  # the most tokens of a text
 class Text:
     """The text of tokens that arrive one by one. It ends at a stop string, at the id that ends a text, or at a length.
 
-    The results of `feed`, joined, are the text. `feed` holds back what may be the beginning of a stop string, and the
-    bytes of a character until all of them are there, so that no text that it has returned is ever wrong.
+    The results of `feed`, and of `close` if the caller ends the text, are the text when joined. `feed` holds back what
+    may be the beginning of a stop string, and the bytes of a character until all of them are there, so that no text
+    that it has returned is ever wrong.
 
     length : the most tokens, up to 2^31 - 1; None is no limit
     stop : strings that end the text and are no part of it; if there are several, the one that is complete first
@@ -50,8 +51,8 @@ class Text:
         self.tokens: list[int] = []  # tokens that `take` has got and not decoded
 
     def take(self, token: int):
-        """Adds a token, for a caller that uses no `feed`, and reads the text by `whole` once it has ended. Without stop
-        strings tokens are decoded then, all at once."""
+        """Adds a token. For callers that do not use `feed`, but read the text by `whole` once it has ended. Without
+        stop strings tokens are decoded only then, all at once."""
         if self.stop:
             self.pieces.append(self.feed(token))
             return
@@ -85,7 +86,7 @@ class Text:
         return text[:certain]
 
     def close(self, finish: str, error: str | None = None) -> str:
-        """Ends the text here; returns what was held back."""
+        """Ends a text that has not ended; returns what was held back."""
         self.finish, self.error = finish, error
         return self.held + self.stream.flush()
 
@@ -129,10 +130,11 @@ def complete(
     """Yields ``(number of the request, its text, its `Text`)`` for every request, in the order in which they end.
 
     At most `slots` texts are written at a time; the next request joins as soon as a text has ended. A request that
-    cannot be read, or whose logits are not finite, ends without the others: its `Text` has the finish "error", and
-    `error` says why.
+    fails a check of `checked_request`, or whose logits are not finite, ends alone: its `Text` has the finish "error",
+    and `error` says why.
 
-    interrupted : called before every token; if it returns True, this ends, and unfinished texts are dropped
+    interrupted : called before every step of all running texts; if it returns True, this ends, and unfinished texts are
+        dropped
 
     Example
     -------

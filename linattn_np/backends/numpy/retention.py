@@ -1,8 +1,9 @@
 """Retention (Sun et al., 2023, eq. 6).
 
-The arrays of a token are q, k [N, H, K] and v [N, H, V]; `state` is a tuple of one S [N, H, K, V]; dstate and do are
-gradients. From `recurrent`: outer(k, v) = k v^T; read(q, S) = S^T q; `write_and_read_vjp` is the pullback of S = D + k
-v^T, with D the decayed state, and of o = scale q^T S to D, q, k and v.
+The arrays of a token are q, k [N, H, K] and v [N, H, V], of N sequences; `state` is a tuple of one S [N, H, K, V];
+dstate, such a tuple, and do are the gradients of the state after the token and of o. From `recurrent`: outer(k, v) =
+k v^T; read(q, S) = S^T q; `write_and_read_vjp` is the pullback of S = D + k v^T, with D the decayed state, and of
+o = scale q^T S to D, q, k and v.
 """
 
 import numpy as np
@@ -46,7 +47,8 @@ class Retention(Member):
         )
 
     def gradients(self, dq, dk, dv, dg, du):
+        """Those of the operator's arrays, in their order: the gate and u are none of them."""
         return [dq, dk, dv]
 
 
-member = Retention
+member = Retention  # the name by which modules of the family give their class

@@ -1,4 +1,5 @@
-"""The arrays of RWKV-7's layers, and the parameters that each of them holds: {field: `version.Weight`}.
+"""The arrays of RWKV-7's layers, and the parameters that each of them holds: {field: Weight}; a `Weight`
+names the parameters of the files, and says how they are stacked.
 
 The code's names say what the official ones, such as att.k_k, do not: `linear` is a matrix or a stack of several,
 `low_rank` one of a pair (_down, then _up), `norm` a weight and a bias, `vector` a vector or a stack. icl is the
@@ -7,7 +8,9 @@ in-context learning rate; removal and replacement are factors of the keys by whi
 
 from ..rwkv.version import linear, low_rank, norm, vector
 
-# Matrices are in the order of a training's vector, which its files have. The first layer has no `value*`.
+# A training keeps all parameters in one vector, which its files hold: the matrices there have the order of this table.
+# Another order makes these files unreadable. The order within a stack is that of the rows that layers and kernels take.
+# The first layer of a model has no value_down, value_up and value.
 LAYER = {
     "kvr": linear("att", "key", "value", "receptance"),
     "output": linear("att", "output"),
