@@ -143,8 +143,14 @@ SPILLED = {
     ("gated/short_backward", "sm_100"): 8,  # 8 tokens, here and below
     ("gated/short_backward", "sm_120"): 8,
     ("gated/short_forward", "sm_80"): 20,
+    ("gated/short_forward", "sm_86"): 20,
+    ("gated/short_forward", "sm_89"): 20,
     ("gated/short_forward", "sm_120"): 64,
+    ("delta/step", "sm_100"): 136,  # states in float32: of 128 channels, and of 256 in half precision, too
+    ("delta/step", "sm_120"): 120,
     ("delta/small_backward", "sm_80"): 224,
+    ("delta/small_backward", "sm_86"): 224,
+    ("delta/small_backward", "sm_89"): 224,
     ("delta/small_backward", "sm_90"): 144,
     ("gated/backward_channels", "sm_80"): 24,  # float16 in three products
     ("gated/backward_channels", "sm_86"): 24,

@@ -228,6 +228,12 @@ def train(tmp_path, *words):
     return ["train", *where, "--device", "cpu", "--context", 16, *words]
 
 
+def test_the_command_at_the_end_has_the_tokenizer(command, base, tmp_path):
+    code, _, said = command(*train(tmp_path, "--tokenizer", "bytes", "--steps", 1))
+    file = tmp_path / "out" / "model.safetensors"
+    assert code == 0 and said.endswith(f"linattn-np generate --model {file} --tokenizer bytes 'The '\n")
+
+
 def test_an_adapter_is_trained_extended_and_merged(command, base, tmp_path):
     chosen = "--lora", 2, "--matrices", "ffn.key,att.output"
     code, _, said = command(*train(tmp_path, *chosen, "--steps", 2))

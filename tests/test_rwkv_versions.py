@@ -407,6 +407,13 @@ def test_other_versions_are_refused_by_name(added, version, rng, tmp_path):
         load(tmp_path / "model.safetensors")
 
 
+def test_rwkv7b_which_has_the_names_of_rwkv7a_too_is_named():
+    added = {name: np.zeros(1, np.float32) for name in ("blocks.0.ffn.s_emb.weight", "blocks.0.qkv.qq.weight")}
+    weights = layout_of(RWKV7).named(np.zeros(layout_of(RWKV7).size, np.float32))
+    with pytest.raises(ContractError, match="'blocks.0.qkv.qq.weight' belongs to RWKV-7b"):
+        RWKV7(added | weights)
+
+
 def test_each_version_refuses_the_other(kind, weights):
     other = {RWKV6: RWKV7, RWKV7: RWKV6}[kind]
     with pytest.raises(

@@ -380,7 +380,7 @@ def converse(options, model, state, loops):
 def about(options, model) -> str:
     """The first line of a chat: the model, and how it answers."""
     size = "{L} layers, {D} channels, {V:,} tokens".format(**model.sizes)
-    if options.model == austen():
+    if options.model.resolve() in (austen(), austen(7)):
         kind = "which has read Jane Austen's novels alone. It carries on like one of them, and answers nothing"
     else:
         kind = f'which answers if it was taught to: "{TURN.format("...")}"'.replace("\n", "\\n")

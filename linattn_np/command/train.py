@@ -86,13 +86,16 @@ class Trained:
         """The current weights of the whole model, by official name."""
         return self.kind.model_weights(training.layout, on_host(training.steps.weights))
 
-    def options_to_write(self, base, file) -> list:
+    def options_to_write(self, options, file) -> list:
         """The options of linattn-np generate that write text with the result."""
-        return {
+        tokenizer = ["--tokenizer", options.tokenizer] if options.tokenizer != "auto" else []
+        vocabulary = ["--vocab", options.vocab] if options.vocab else []
+        result = {
             "model": ["--model", file],
-            "adapter": ["--model", base, "--adapter", file],
-            "state": ["--model", base, "--load-state", file],
-        }[self.name]
+            "adapter": ["--model", options.base, "--adapter", file],
+            "state": ["--model", options.base, "--load-state", file],
+        }
+        return [*result[self.name], *tokenizer, *vocabulary]
 
 
 def trained_of(options) -> Trained:
@@ -390,7 +393,7 @@ def report_steps(training, trained, options, ended):
                 interval = Interval(training, trained)
         interval.report(folder, show, time_left(training, begun), last=True)
     file = folder / trained.file
-    to_stderr(f"wrote {file}. {how_to_write(*trained.options_to_write(options.base, file))}")
+    to_stderr(f"wrote {file}. {how_to_write(*trained.options_to_write(options, file))}")
 
 
 def time_left(training, begun) -> str:

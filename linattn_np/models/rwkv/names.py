@@ -180,11 +180,9 @@ def refuse_unmerged_adapters(weights):
 
 def refuse_other_versions(version, weights):
     """CheckpointError if a name is that of another version's parameter."""
-    foreign_parts = version.foreign_parts(weights)
-    for name in weights:
-        for part in name.split("."):
-            if part in foreign_parts:
-                other_version = foreign_parts[part]
-                if other_version == "RWKV-5" and not any("ln_x" in other for other in weights):
-                    other_version = "RWKV-4"  # RWKV-4 has RWKV-5's names, but no group norm
-                refuse_file(f"{shown(name)} belongs to {other_version}", f"the parameters of {version.title}")
+    for part, other_version in version.foreign_parts(weights).items():
+        name = next((name for name in weights if part in name.split(".")), None)
+        if name is not None:
+            if other_version == "RWKV-5" and not any("ln_x" in other for other in weights):
+                other_version = "RWKV-4"  # RWKV-4 has RWKV-5's names, but no group norm
+            refuse_file(f"{shown(name)} belongs to {other_version}", f"the parameters of {version.title}")

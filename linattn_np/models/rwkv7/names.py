@@ -34,7 +34,7 @@ BLOCK = {
     "ffn.value.weight": "D F",
 }
 
-# Parts of names that give another version away.
+# Parts of names that give another version away; RWKV-7b has those of RWKV-7a, too, and so comes first.
 OTHER_VERSIONS = {
     "qkv": "RWKV-7b (DEA)",
     "s_emb": "RWKV-7a (DeepEmbed)",
