@@ -174,8 +174,9 @@ def add_options(parser):
         "--from",
         dest="base",
         metavar="MODEL",
-        help="go on from this model, what --model of linattn-np generate takes, with all of its weights unless --lora "
-        "or --state is given",
+        help="go on from this model, with all of its weights unless --lora or --state is given: what --model of "
+        "linattn-np generate takes, but no int8 or int4 file, none with a tuned state, and none whose norms have "
+        "another eps than RWKV's own files (1e-5, groups 64e-5)",
     )
     only = parser.add_mutually_exclusive_group()
     only.add_argument(
