@@ -28,7 +28,13 @@ PLANNED_COMMENT = re.compile(r'#[^\n]*|"""(?:.|\n)*?"""|"[^"\n]*"')
 WAITS = r"\b(?:named_barrier_sync|mbarrier_wait|wgmma_wait|cp_async_wait|tensor_store_wait|wait_for\w*|sync)"
 ARGUMENTS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 # {what changes: (where, by what)}
-DEVICE = {
+ANYWHERE = {
+    "<= for <": (r"(?<= )<(?= )", "<="),
+    "> for >=": (r"(?<= )>=(?= )", ">"),
+    "no + 1": (r" \+ 1\b(?!\.)", ""),
+    "no - 1": (r" - 1\b(?!\.)", ""),
+}
+DEVICE = ANYWHERE | {
     "no __syncthreads": (r"\b__syncthreads\(\);", ";"),
     "no __syncwarp": (r"\b__syncwarp\(\);", ";"),
     "no fence": (r"\b(?:fence_proxy_async|wgmma_fence|fence_copies|__threadfence\w*)\(\);", ";"),
@@ -36,20 +42,12 @@ DEVICE = {
     "a later group": (r"(?<=wait<)\d+(?=>)|(?<=wait_for<)\d+(?=>)", lambda x: str(int(x[0]) + 1)),
     "one arrival more": (rf"(?<=mbarrier_init){ARGUMENTS}", lambda x: f"{x[0][:-1]} + 1)"),
     "no arrival": (rf"\bmbarrier_arrive{ARGUMENTS};", ";"),
-    "<= for <": (r"(?<= )<(?= )", "<="),
-    "> for >=": (r"(?<= )>=(?= )", ">"),
-    "no + 1": (r" \+ 1\b(?!\.)", ""),
-    "no - 1": (r" - 1\b(?!\.)", ""),
     "a constant + 1": (r"(?<=constexpr int )\w+ = [^;{]*?\b\d+\b", lambda x: f"{x[0]} + 1"),
     "a padding + 1": (r"(?<=\[)[A-Z]\w* \+ \d+(?=\])", lambda x: f"{x[0]} + 1"),
     "no condition": (r"(?m)^( *)if \((?:[^()]|\([^()]*\))*\) (?=[^{\n]*;$)", lambda x: x[1]),
     "no alternative": (r"(?<= && )[^&|;?()\n]+ < [^&|;?()\n]+(?= \?|\))", "true"),
 }
-PLANNER = {
-    "<= for <": (r"(?<= )<(?= )", "<="),
-    "> for >=": (r"(?<= )>=(?= )", ">"),
-    "no + 1": (r" \+ 1\b(?!\.)", ""),
-    "no - 1": (r" - 1\b(?!\.)", ""),
+PLANNER = ANYWHERE | {
     "a number + 1": (r"(?<![\w.])\d+(?![\w.])", lambda x: str(int(x[0]) + 1)),
     "another dtype": (r"\b(?:SINGLE|np\.float32)\b", "np.float64"),
     "another argument": (r"\b([a-z]\w*)=(?!=)(?=\1\b)", lambda x: f"{x[1]}="),

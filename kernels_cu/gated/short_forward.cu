@@ -1,21 +1,26 @@
 // what      GLA and RWKV-6 forward for sequences of at most 16 tokens that start from a state of 0: no product with a
 //           state.
-// math      E_ts, the decay between tokens s and t, and F_s, that from s to the end, as in short_backward.cu.
+// math      E_ts, the product of the decays of tokens s + 1 ... t (RWKV-6: ... t - 1); F_s, that of s + 1 ... the last;
+//           1 if there is none.
 //           A_ts = scale sum over channels of q_t E_ts k_s, s <= t (RWKV-6: A_tt = scale sum of q_t u k_t);
 //           o_t = sum over s of A_ts v_s;  final state sum over s of F_s k_s v_s^T
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], final state [N, H, K, V] float32
-// grid      a block for every sequence and head, sequence slowest. 128 threads: a thread a channel, then a thread a
-//           column; of few columns several groups of threads have all, and share out tokens and channels
+// grid      a block for every sequence and head, sequence slowest. 128 threads: a thread a channel for the scores, then
+//           a thread a column for o and the final state. With V <= 64 the threads form 2 to 8 groups: each group has
+//           every column, and the groups share out the tokens of o and the channels of the final state
 // smem      Shared: the warps' sums of scores, the scores, and decayed keys of 128 channels
 // barriers  two after the sums of scores over warps: the warps' sums are written | scores are complete. With a final
-//           state two for each 128 channels: the previous ones have been read | these are in shared memory
+//           state two for each 128 channels, in every pass over columns: the previous ones have been read | these are
+//           in shared memory
 // numerics  float32 throughout. Decays are products, never divided
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sequences of at most 16 tokens, TOKENS of an instance: 8 or 16; any K and V
 // tests     test_short_sequences
 //
-// From short_sequences.cuh: Sequence loads a thread's numbers of all tokens, zeros where there is none; add_scores adds
-// to the warp's sums, finish_scores joins them; each_four: four tokens at a time.
+// From short_sequences.cuh: Sequence loads a thread's numbers of all tokens, zeros where there is none. add_scores adds
+// row t to the warp's sums, or writes it, for the first channels. finish_scores sums over warps, multiplies by the
+// scale, and has both barriers: A may be read after it. each_four: four tokens at a time, past the last one, too, where
+// keys and v are 0. ROW: numbers of a channel's keys, padded to a multiple of 4. decay_of: exp.
 #include "gated/short_sequences.cuh"
 #include "ptx.cuh"
 #include "read_order.cuh"
@@ -40,7 +45,8 @@ template <int TOKENS> struct alignas(16) Shared {
 template <int TOKENS> constexpr int RESIDENT = TOKENS > 8 ? 3 : 6;
 
 // ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6), read_order.cuh. T: the type of data; G: that of gates. TOKENS:
-// the most of a sequence. Threads without a channel go through all loops, with zeros: sums by shuffles need them.
+// the most of a sequence. Threads without a channel or column go through all loops, with zeros: shuffles and barriers
+// need them.
 template <class ReadOrder, typename T, typename G, int TOKENS>
 __global__ void __launch_bounds__(THREADS, RESIDENT<TOKENS>) gated_short_forward(const Args<T, G> args) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
@@ -81,7 +87,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<TOKENS>) gated_short_forward
   }
   finish_scores<TOKENS>(s, s.A, tokens, float(args.scale));
 
-  int columns = THREADS;  // of a group of threads, of which there are a power of 2
+  int columns = THREADS;  // of a group of threads, at least 16; a power of 2, and so is the number of groups
   while (columns > 16 && columns / 2 >= V) columns /= 2;
   const int group = threadIdx.x / columns, groups = THREADS / columns;
 #pragma unroll 1

@@ -1,7 +1,8 @@
 // Runs a CUDA kernel on the CPU, for tests. A block's threads are fibers on one core, so that a barrier is a
 // switch of stacks and a warp collective runs once for all 32 lanes. Blocks run in turn, odd ones with their
 // threads in reverse, which shows a missing barrier in one direction or the other, and at every third and fourth launch
-// even ones; those of a cluster run by turns. What the copy engine copies arrives when somebody waits for it. Arithmetic flushes denormals, as CuPy's compiler option does. What the hardware would leave undefined
+// even ones; those of a cluster run by turns. What the copy engine copies arrives when somebody waits for it.
+// Arithmetic flushes denormals, as CuPy's compiler option does. What the hardware would leave undefined
 // ends the launch with a message instead.
 //
 // Only dynamic shared memory exists: `__shared__` is left undefined because a C++ static could be neither
