@@ -8,8 +8,12 @@ python benchmarks/rwkv6_table.py
 """
 
 import json
+from math import prod
 from pathlib import Path
 from textwrap import fill
+
+import rwkv6_synthetic
+from rwkv6_training import RATES
 
 ROOT = Path(__file__).parents[1]
 README, PAGE, RESULTS = ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
@@ -116,11 +120,12 @@ def on_a_gpu(result) -> str:
         what = f"decode, {row['batch']} sequence{'s' * (row['batch'] > 1)}{kept_in(row)}"
         add(what, row["batch"], row, f"{row['ratio']:.2f}", theirs if usual else {})
     prompt = result["prefill"]
+    rate = RATES[result["device"].split()[-1]]
     add(
         f"prompt, {prompt['tokens']} tokens",
         prompt["tokens"],
         prompt,
-        "",
+        f"{operations(result) / (prompt['ms'] / 1e3 * rate):.0%} of the rate",
         {name: peer["prefill"] for name, peer in measured.items()},
     )
     model, name = result["model"], f"RWKV{result.get('version', 6)}"
@@ -129,7 +134,8 @@ def on_a_gpu(result) -> str:
         "(1.6 billion parameters), "
         f"in {result['dtype']} where a row says nothing else. Decoding is a token for each sequence, captured in a "
         "CUDA graph; its floor is the time to read the weights once, to read and write the states, and to write the "
-        f"logits, at the {result['copy_tb_per_s']:.1f} TB/s of a copy."
+        f"logits, at the {result['copy_tb_per_s']:.1f} TB/s of a copy. A prompt has its share of the matrix rate: of "
+        f"{rate / 1e12:.0f} TFLOP/s, with 2 operations a token for every number of the layers' matrices."
     )
     errors = ", ".join(f"{name} {its['error']:.1e}" for name, its in {"ours": result, **measured}.items())
     below = (
@@ -141,8 +147,22 @@ def on_a_gpu(result) -> str:
     skipped = "".join(
         f" {name} was not measured: {peer['skipped']}." for name, peer in result["peers"].items() if "skipped" in peer
     )
-    head = ["", "ms", "tokens/s", "times the floor", "memory, GB", *(f"{name}, tokens/s" for name in measured)]
+    head = [
+        "",
+        "ms",
+        "tokens/s",
+        "times the floor, share of the rate",
+        "memory, GB",
+        *(f"{name}, tokens/s" for name in measured),
+    ]
     return "\n".join([fill(text, WIDTH), "", *table(head, rows), "", fill(below + skipped, WIDTH), ""])
+
+
+def operations(result) -> int:
+    """The operations of a prompt in the matrices of the layers; only the last token has logits."""
+    shapes = rwkv6_synthetic.shapes(**result["model"], version=result["version"]).items()
+    sizes = [prod(shape) for name, shape in shapes if name[:7] == "blocks." and rwkv6_synthetic.is_matrix(name, shape)]
+    return 2 * sum(sizes) * result["prefill"]["tokens"]
 
 
 def kept_in(row) -> str:

@@ -45,6 +45,13 @@ def test_a_faster_peer_is_named_with_its_factor(load, measured):
     assert "No peer that was measured is faster." in " ".join(speeds.on_a_gpu(measured).split())
 
 
+def test_a_prompts_share_of_the_matrix_rate(load, measured):
+    D, L, T = 2048, 24, 2048
+    operations = 2 * T * L * (6 * D * D + 2 * D * int(3.5 * D) + 2 * D * (5 * 32 + 64))
+    measured["prefill"]["ms"] = operations / 790e12 / 0.73 * 1e3
+    assert "| 73% of the rate |" in load("rwkv6_table").on_a_gpu(measured)
+
+
 def test_decoding_is_drawn_beside_its_floor_and_its_peers(load, measured, tmp_path):
     pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib")
     plot = load("rwkv6_plot")
