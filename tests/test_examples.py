@@ -8,6 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from ast import literal_eval
+from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ from safetensors.numpy import save_file
 
 import linattn_np
 from linattn_np.__main__ import main
+from linattn_np.models import RWKV6, Sampling
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
 ON_THE_CPU = rb"on the CPU \(\d+ threads?, .+\)\n"
@@ -344,6 +348,26 @@ def test_a_batch_is_what_the_texts_are_alone(batch, here):
     assert alone[1] == f"It is a truth{out[0]['text']}\n"
 
 
+def test_every_way_of_drawing_is_an_option_and_a_field_of_a_line(batch, here):
+    """Both draw what `Model.generate` draws by the same fields."""
+    bias = {ord("e"): -np.inf, ord("a"): 1.5}
+    how = dict(temperature=1.5, top_k=20, top_p=0.95, min_p=0.01, temperature_last=True, presence=0.2, frequency=0.1)
+    how |= dict(fading=0.9, repetition=1.1, bias=bias, logprobs=True, seed=7)
+    assert {*how, "vocabulary"} == {field.name for field in fields(Sampling)}
+    wanted = bytes(islice(RWKV6.from_file(AUSTEN).generate(b"Emma\n", **how), 25)).decode()
+    of_numbers = [name for name in how if name not in ("bias", "temperature_last", "logprobs")]
+    words = [word for name in of_numbers for word in (f"--{name.replace('_', '-')}", how[name])]
+    words += [word for id, number in bias.items() for word in ("--bias", f"{id}={number}")]
+    code, out, err = here("-e", "-p", r"Emma\n", "-n", 25, "--temperature-last", "--logprobs", *words)
+    assert (code, out) == (0, f"Emma\n{wanted}\n")
+    tokens = re.findall(r"^ +(-\d+\.\d{4})  (.+)$", err, re.M)
+    assert [literal_eval(token) for _, token in tokens] == [*wanted]
+    code, messages, target = batch([{"prompt": "Emma\n", "tokens": 25, **how}])
+    line = json.loads(target.read_text())
+    assert (code, line["text"]) == (0, wanted), messages
+    np.testing.assert_allclose(line["logprobs"], [float(number) for number, _ in tokens], atol=1e-4)
+
+
 @pytest.mark.exhaustive
 def test_a_batch_over_processes_is_that_of_one(batch):
     """In the order of the lines, whichever process wrote them; a text that cannot go on is one of them."""
@@ -410,6 +434,8 @@ def test_what_ends_one_of_several_processes_keeps_the_texts_that_are_done(how, t
             "line 2: tokens is 2147483648, expected a whole number from 1 to 2147483647",
         ),
         ({"prompt": "a", "tokens": True}, "line 2: tokens is a bool, expected int"),
+        ({"prompt": "a", "logprobs": 1}, "line 2: logprobs is a int, expected bool"),
+        ({"prompt": "a", "bias": {"e": 1}}, "line 2: Sampling: an id of bias is 'e', expected"),
         ({"prompt": "a", "seed": -1}, "line 2: seed is -1, expected"),
         ({"prompt": "a", "top_p": 2}, "line 2: Sampling: top_p is 2, expected"),
         ({"prompt": "a", "stop": [""]}, "line 2: Text: stop holds '', expected"),
@@ -421,7 +447,7 @@ def test_what_ends_one_of_several_processes_keeps_the_texts_that_are_done(how, t
         ),
         ({"prompt": "a", "seed": -(10**400)}, "line 2: seed is a whole number of 1329 bits, expected"),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_a_damaged_line_is_named_and_nothing_is_written(tmp_path, here, line, complaint):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -125,13 +125,14 @@ class Texts:
         with blas_for(model.device, model.sizes), deferred() as ended:
             for index, written, text in complete(model, self.options.vocabulary, requests(), slots, ended):
                 number = taken_numbers[index]
+                request = self.requested[number][1]
                 line = {
-                    "prompt": self.requested[number][1]["prompt"],
+                    "prompt": request["prompt"],
                     "text": written,
                     "tokens": text.count,
                     "finish": text.finish,
                 }
-                line |= {"logprobs": text.logprobs} if self.options.logprobs else {}
+                line |= {"logprobs": text.logprobs} if request.get("logprobs", self.options.logprobs) else {}
                 yield number, line | ({"error": text.error} if text.error else {})
             if number := ended():
                 raise Ended(number)
@@ -234,12 +235,21 @@ def check_line(line):
     for name, value in line.items():
         if name not in LINE_FIELDS:
             raise ValueError(f"has an unknown {shown(name)}, expected {', '.join(LINE_FIELDS)}")
-        if not isinstance(value, LINE_FIELDS[name]) or isinstance(value, bool):
-            wanted = " or ".join(wanted_type.__name__ for wanted_type in LINE_FIELDS[name])
+        types = LINE_FIELDS[name]
+        if not isinstance(value, types) or isinstance(value, bool) and types != (bool,):
+            wanted = " or ".join(wanted_type.__name__ for wanted_type in types)
             raise ValueError(f"{name} is a {type(value).__name__}, expected {wanted}")
     for name, least, most, limit in (("tokens", 1, LONGEST, f"to {LONGEST}"), ("seed", 0, math.inf, "up")):
         if not least <= line.get(name, least) <= most:
             raise ValueError(f"{name} is {shown(line[name])}, expected a whole number from {least} {limit}")
+
+
+def sampling_of_line(line) -> dict:
+    """The fields of `Sampling` that a line has. JSON's keys are strings: those of `bias` become ids."""
+    values = {name: line[name] for name in SAMPLING if name in line}
+    if "bias" in values:
+        values["bias"] = {int(id) if id.isdecimal() else id: number for id, number in values["bias"].items()}
+    return values
 
 
 def request(options, line, number, state) -> Request:
@@ -248,7 +258,7 @@ def request(options, line, number, state) -> Request:
     stop = [stop] if isinstance(stop, str) else stop
     try:
         Text(tokenizer, stop=stop)  # for its check of the stop strings
-        how = sampling(options, vocabulary=tokenizer.size, **{name: line[name] for name in SAMPLING if name in line})
+        how = sampling(options, vocabulary=tokenizer.size, **sampling_of_line(line))
         return Request(tokenizer.encode(line["prompt"]), how, line.get("tokens", options.tokens), stop, state)
     except ValueError as error:
         raise ValueError(f"{options.batch_file}, line {number}: {error}") from None

@@ -111,7 +111,7 @@ def add_reading(add):
         "--output",
         metavar="OUT.jsonl",
         help='lines {"prompt", "text", "tokens", "finish": "stop", "length" or '
-        '"end", with --logprobs "logprobs"}, each written when its text is done, and in the end put in the order of '
+        '"end", where wanted "logprobs"}, each written when its text is done, and in the end put in the order of '
         "--batch-file. A text that "
         'could not go on has "finish": "error" and an "error"',
     )
@@ -186,8 +186,19 @@ def add_writing(add):
         default=1.0,
         help="divides the logit of a token written before, or multiplies one below 0 (default: 1)",
     )
-    add("--bias", action="append", metavar="ID=NUMBER", help="added to a token's logit; -inf bans it; repeatable")
-    add("--logprobs", action="store_true", help="with --batch-file, the log of every written token's probability")
+    add(
+        "--bias",
+        action="append",
+        metavar="ID=NUMBER",
+        help="added to a token's logit; -inf bans it; repeatable. In a line of --batch-file an object, such as "
+        '{"0": -Infinity, "261": 1.5}',
+    )
+    add(
+        "--logprobs",
+        action="store_true",
+        help="tell the natural log of the probability that the model gave each written token: on stderr, a line for "
+        "each, or in --output",
+    )
     add("--seed", type=integer(0), help="equal seeds write equal text")
 
 
@@ -203,7 +214,7 @@ def check_combination(options):
                 conflict("--batch-file", f"does not go with --{name.replace('_', '-')}")
         if not options.output:
             conflict("--batch-file", "wants --output")
-    for name in ("output", "slots", "cards", "logprobs"):
+    for name in ("output", "slots", "cards"):
         if getattr(options, name) and not options.batch_file:
             conflict(f"--{name}", "goes with --batch-file only")
     if options.chat and options.prompt == "-":
@@ -282,12 +293,17 @@ class Writer:
                 batch = Batch(self.model, 1)
                 (slot,) = batch.join([rest], self.how, [state])
             read_time = time.perf_counter()
-            text, stdout_error = Text(self.tokenizer, self.options.tokens, stop), None
+            text, tokens_written, stdout_error = Text(self.tokenizer, self.options.tokens, stop), [], None
             try:
                 while text.finish is None:
                     if self.loops:
                         self.loops.hasten(self.model)  # gives it Numba's loops as soon as they are compiled
-                    to_stdout(text.close("interrupt") if ended() else text.feed(batch.step()[slot]), end="")
+                    if ended():
+                        piece = text.close("interrupt")
+                    else:
+                        tokens_written.append(batch.step()[slot])
+                        piece = text.feed(tokens_written[-1])
+                    to_stdout(piece, end="")
                 to_stdout()
             except OSError as error:  # stdout cannot be written; the state is saved nevertheless
                 stdout_error = error
@@ -296,6 +312,8 @@ class Writer:
         self.written, self.write_s = self.written + text.count, self.write_s + time.perf_counter() - read_time
         if stdout_error:
             raise stdout_error
+        for token, logprob in zip(tokens_written, batch.sequences[slot].sampler.logprobs):
+            to_stderr(f"{logprob:9.4f}  {self.tokenizer.decode([token])!r}")
         return text
 
     def save(self):

@@ -22,10 +22,11 @@ from .terminal import bar, details, status, to_stderr
 # {device: the values of --dtype that go with it}
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 LIBRARIES = {"NumpyLayers": "NumPy", "NumbaLayers": "Numba"}  # {class of a model's layers on the CPU: what computes}
-# {field of `Sampling`: its types in a line of --batch-file}, of those that are both options and fields of such a line
+# {field of `Sampling` that is an option: its types in a line of --batch-file}
 REAL, WHOLE = (int, float), (int,)
 SAMPLING = {"temperature": REAL, "top_p": REAL, "top_k": WHOLE, "min_p": REAL, "presence": REAL, "frequency": REAL}
 SAMPLING |= {"fading": REAL, "repetition": REAL, "seed": WHOLE}
+SAMPLING |= {"temperature_last": (bool,), "bias": (dict,), "logprobs": (bool,)}
 MAX_LOADED_TWICE = 1 << 26  # bytes; a smaller checkpoint may be loaded twice: `begins_on_numpy`
 SHORTEST_PROMPT = 2  # tokens; one token alone is read by a step, which takes other loops
 
@@ -133,7 +134,7 @@ def load_state(options, model) -> State | None:
 def sampling(options, **instead):
     """The `Sampling` of the options, with these values instead of theirs: fields of a line of --batch-file, and the
     tokenizer's `vocabulary`, which no option has."""
-    values = {name: getattr(options, name) for name in (*SAMPLING, "temperature_last", "logprobs")}
+    values = {name: getattr(options, name) for name in SAMPLING}
     values["bias"] = dict(map(bias_of, options.bias or []))
     return Sampling(**values | instead)
 
