@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import getdoc
 from typing import Any, NoReturn
 
 import numpy as np
@@ -169,7 +170,7 @@ def of_library(gates: Gates) -> dict[str, Callable[..., Any]]:
             return getattr(gates, documented.__name__)(*arguments, **named)
 
         public.__name__ = public.__qualname__ = documented.__name__
-        public.__doc__ = documented.__doc__ and documented.__doc__.partition("    Example\n")[0]
+        public.__doc__ = getdoc(documented) and getdoc(documented).partition("\nExample\n")[0]  # NumPy's arrays
         return public
 
     return {documented.__name__: function(documented) for documented in (gdn_gate, kda_gate, rwkv7_gate)}

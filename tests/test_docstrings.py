@@ -10,6 +10,7 @@ import pytest
 
 import linattn_np
 from linattn_np import stages
+from linattn_np.gates import of_library
 from linattn_np.ops import OPS
 
 PUBLIC = {name: x for name in linattn_np.__all__ if inspect.isfunction(x := getattr(linattn_np, name))}
@@ -35,6 +36,13 @@ NEEDED = {
     )
     for module in modules
 }
+
+
+@pytest.mark.parametrize("gate", ["gdn_gate", "kda_gate", "rwkv7_gate"])
+def test_a_gate_of_another_library_has_no_example_of_numpys(gate):
+    """Python 3.13 takes the indentation of a docstring away."""
+    numpys, other = inspect.getdoc(getattr(linattn_np, gate)), of_library(None)[gate].__doc__
+    assert numpys.startswith(other) and ">>>" in numpys and ">>>" not in other and "Returns" in other
 
 
 @pytest.mark.parametrize("module", MODULES)
