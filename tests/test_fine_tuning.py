@@ -1,6 +1,8 @@
 """Training that goes on from a model: gradients of adapters and states, files, and the commands."""
 
 import json
+import re
+import shlex
 import struct
 
 import numpy as np
@@ -263,6 +265,27 @@ def test_a_state_is_trained_and_written_with(command, base, tmp_path):
     model = base.kind(base.weights)
     found, _ = model.forward([[1, 2]], model.on_device(State.load(file)))
     np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("words", [[], ["--lora", 2], ["--state"]], ids=["whole", "lora", "state"])
+def test_every_report_has_a_sample_and_the_time_left_and_the_end_a_command(words, command, tmp_path):
+    """Of a training of all weights, of an adapter and of a state; begun, extended, and asked again when it is done."""
+    ends = []
+    for count, *length in ((2, "--steps", 2), (1, "--steps", 3, "--resume"), (0, "--resume")):
+        code, _, said = command(*train(tmp_path, *words, "--every", 0, *length))
+        report = r"step \d+, .*, held out \d+\.\d{4}, \d+ s left\n  it writes: .*\n"
+        assert code == 0 and len(re.findall(report, said)) == said.count("held out ") == count, said
+        ends.append(said.splitlines()[-1])
+        assert count == 0 or ", 0 s left\n  it writes: " in said
+    assert len({end[end.index("To write with it: linattn-np generate --model ") :] for end in ends}) == 1
+    generate = shlex.split(ends[0].split("To write with it: linattn-np ")[1])
+    assert command(*generate, "--device", "cpu", "--tokens", 3)[0] == 0
+
+
+def test_a_training_by_minutes_tells_the_time_left_from_its_first_report(command, tmp_path):
+    code, _, said = command(*train(tmp_path, "--every", 0, "--minutes", 0.01))
+    first, *_, last = re.findall(r"held out .*, (\d) s left\n  it writes: ", said)
+    assert (code, first, last) == (0, "1", "0")
 
 
 def test_a_training_goes_on_from_the_same_model(base, tmp_path):

@@ -373,10 +373,12 @@ def tell_how_to_go_on(training, options):
 
 def report_steps(training, trained, options, ended):
     """The training steps of the rank that reports progress."""
-    folder = Path(options.out)
+    folder, file = Path(options.out), Path(options.out) / trained.file
+    next_command = how_to_write(*trained.options_to_write(options, file))
     if training.done >= 1:
         length = f"{training.step_number} steps in {training.seconds / 60:.2g} minutes"
-        to_stderr(f"{folder} holds a training that is done, of {length}; more --steps or --minutes extend it")
+        done = f"{folder} holds a training that is done, of {length}; more --steps or --minutes extend it"
+        to_stderr(f"{done}. {next_command}")
         return
     text = training.text
     to_stderr(
@@ -393,19 +395,21 @@ def report_steps(training, trained, options, ended):
                 interval.report(folder, show, time_left(training, begun), last=False)
                 interval = Interval(training, trained)
         interval.report(folder, show, time_left(training, begun), last=True)
-    file = folder / trained.file
-    to_stderr(f"wrote {file}. {how_to_write(*trained.options_to_write(options, file))}")
+    to_stderr(f"wrote {file}. {next_command}")
 
 
 def time_left(training, begun) -> str:
-    """The time that the training still takes, as the end of a line, estimated from the progress since `begun`: (the
-    fraction done, the time) then; "" if none is known, as after the first step of a training by minutes: it counts a
-    step's time when the next one begins.
+    """The time that the training still takes, as the end of a line: the rest of its minutes, or estimated from the
+    progress since `begun`: (the fraction done, the time) then; "" before the first step.
     """
-    done, seconds = training.done - begun[0], time.perf_counter() - begun[1]
-    if not done:
+    done = training.done - begun[0]
+    if training.settings.minutes:
+        whole = 60 * training.settings.minutes
+    elif done:
+        whole = (time.perf_counter() - begun[1]) / done
+    else:
         return ""
-    minutes, seconds = divmod(round(seconds * (1 - training.done) / done), 60)
+    minutes, seconds = divmod(round(whole * (1 - training.done)), 60)
     return f", {minutes} min {seconds} s left" if minutes else f", {seconds} s left"
 
 
@@ -478,9 +482,8 @@ class Interval:
                 raise
             to_stderr(f"step {training.step_number} is not saved, and the training goes on: {error_line(error)}")
         show("")
-        to_stderr(f"{line}, held out {held_out:.4f}" + ("" if last else left))
-        if last or self.seconds > SAMPLE_S:
-            to_stderr(f"  it writes: {sample(training, self.trained)}")
+        to_stderr(f"{line}, held out {held_out:.4f}{left}")
+        to_stderr(f"  it writes: {sample(training, self.trained)}")
 
 
 def checked_finite(loss, what, training, folder):
