@@ -128,9 +128,12 @@ def stored(weights):
     return [np.ascontiguousarray(array).tobytes() for array in weights.values()]
 
 
-def zipped_pth(weights, stem="model", serialization_id="0" * 40):
-    """`weights` as torch.save writes them."""
-    return zipped(state_dict(weights), stored(weights), stem, serialization_id)
+def zipped_pth(weights, stem="model", serialization_id="0" * 40, around=()):
+    """`weights` as torch.save writes them, under the keys `around` of dicts, the outer one first."""
+    root = state_dict(weights)
+    for key in reversed(around):
+        root = {key: root}
+    return zipped(root, stored(weights), stem, serialization_id)
 
 
 def state_dict(weights, *view):

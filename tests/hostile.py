@@ -47,8 +47,8 @@ def roots():
     def a(*view, **arguments):
         return {"a": tensor(FLOATS, *view, **arguments)}
 
-    yield "os.system", Call(named("os", "system"), COMMAND), "asks for 'os system', expected only collections"
-    yield "posix.system", Call(named("posix", "system"), COMMAND), "asks for 'posix system'"
+    yield "os.system", Call(named("os", "system"), COMMAND), "holds an object of 'os system', expected a state d"
+    yield "posix.system", Call(named("posix", "system"), COMMAND), "an object of 'posix system'"
     yield "eval", Call(named("builtins", "eval"), f"__import__('os').system('{COMMAND}')"), "'builtins eval'"
     yield "exec of Python 2", Call(named("__builtin__", "exec"), "open('canary', 'w')"), "'__builtin__ exec'"
     yield "subprocess in a value", {"a": Call(named("subprocess", "getoutput"), COMMAND)}, "'subprocess getoutput'"
@@ -89,10 +89,21 @@ def roots():
         "sets attributes",
     )
     yield "slots for a dict", Call(ORDERED_DICT, state=(None, {"__class__": 1})), "the pickle sets attributes"
-    yield "opcode OBJ", Raw(b"(cos\nsystem\no"), "asks for 'os system'"
+    yield (
+        "a class that makes a dict",
+        Raw(b"ccollections\nOrderedDict\n)\x81"),
+        "makes an object of a function, expected a c",
+    )
+    yield "a set", Raw(b"\x8f(K\1\x90"), "holds an object of 'builtins set'"
+    yield "a frozen set", Raw(b"(K\1\x91"), "holds an object of 'builtins frozenset'"
+    yield (
+        "a module",
+        Call(named("__main__", "RWKV"), state={"_modules": {}}),
+        "of '__main__ RWKV', expected .*state_dict()",
+    )
     for opcode, text in (
         ("INST", b"(X\1\0\0\0aios\nsystem\n"),
-        ("NEWOBJ", b")\x81"),
+        ("OBJ", b"(cos\nsystem\no"),
         ("EXT1", b"\x82\1"),
         ("POP", b"0"),
         ("DUP", b"2"),
@@ -102,12 +113,10 @@ def roots():
         ("FLOAT", b"F1\n"),
         ("INT", b"I1\n"),
         ("NEXT_BUFFER", b"\x97"),
-        ("FROZENSET", b"(\x91"),
-        ("EMPTY_SET", b"\x8f(\x90"),
     ):
         yield f"opcode {opcode}", Raw(text), f"the pickle has the opcode {opcode} "
     yield "another protocol", Raw(b"\x80\6}"), "opcode PROTO 6, expected those of a state dict, protocols 2 to 5"
-    yield "a name from the stack", Raw(b"\x8c\2os\x8c\6system\x93"), "asks for 'os system', expected only"
+    yield "a name from the stack", Raw(b"\x8c\2os\x8c\6system\x93"), "an object of 'os system', expected a state"
     yield "a name of numbers", Raw(b"K\1K\2\x93"), "asks for 1, expected a module and a name"
     yield "a name of nothing", Raw(b"\x93"), "damaged .IndexError"
     yield "an unknown opcode", Raw(b"\xff"), "damaged .ValueError"
@@ -237,7 +246,7 @@ def archives():
     yield "no pickle", archive(members[1:]), "0 entries named"
     yield "a pickle in another place", archive([("data.pkl", members[0][1]), *members[1:]]), "0 entries named"
     script = pickled(Call(named("__torch__", "M")))
-    yield "TorchScript", archive([("m/data.pkl", script), ("m/constants.pkl", b").")]), "asks for '__torch__"
+    yield "TorchScript", archive([("m/data.pkl", script), ("m/constants.pkl", b").")]), "of '__torch__ M'"
     yield "an entry twice", archive([*members, members[4]]), "'model/data/0' is there twice"
     yield "no storage", archive([*members[:4], *members[5:]]), "no storage '0' in the file"
     yield "an entry under another name", changed(local={4: {"name": b"model/data/7"}}), "'model/data/0' disagrees"

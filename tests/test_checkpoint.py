@@ -1,9 +1,11 @@
 """Reading checkpoints: every dtype and form, views without copies; hostile and damaged files are refused."""
 
+import argparse
 import os
 import time
 import tracemalloc
 import zipfile
+from collections import defaultdict
 from pathlib import Path
 
 import checkpoint_files
@@ -318,9 +320,39 @@ def model(torch):
 def test_later_protocols_and_what_trainers_leave(torch, model, protocol, zipped, tmp_path):
     path, wanted = tmp_path / "model.pth", {name: as_numpy(torch, value) for name, value in model.items()}
     others = {"epoch": 3, "lr": 1e-4, "optimizer": {"state": {0: {"step": torch.zeros(())}}}, "size": torch.Size([2])}
-    for value in (model, {"state_dict": model, **others}, {**others, "module": model}):
+    others |= {"args": argparse.Namespace(lr=1e-4, folder=Path("out")), "names": {"a"}, "key": b"\0\xff", 2.5: None}
+    others |= {"dtype": torch.float32, "loss": np.float64(0.5), "random": np.random.RandomState(0).get_state()}
+    others |= {"frozen": frozenset([1]), "sizes": defaultdict(list, a=[1])}
+    others |= {"complex": torch.zeros(1, dtype=torch.cfloat)} if zipped else {}  # the older form has its size inside
+    for value in (
+        model,
+        {"state_dict": model, **others},
+        {**others, "module": model},
+        {"model_state_dict": model, **others},
+        {"module": {**others, "state_dict": model}},
+    ):
         torch.save(value, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
         assert_same(read(path), wanted)
+
+
+@pytest.mark.parametrize("writer", ["zip", "older"])
+def test_what_stands_beside_the_weights_is_never_made(writer, tmp_path, monkeypatch):
+    """Calls in it would make the canary."""
+    monkeypatch.chdir(tmp_path)
+    call = Call(checkpoint_files.named("os", "system"), hostile.COMMAND, state={"a": 1}, items=[("b", 2)])
+    names = Call(checkpoint_files.named("builtins", "set"), [1])
+    new = checkpoint_files.Raw(b"cargparse\nNamespace\n)\x81}X\1\0\0\0aK\1sb")
+    beside = {"args": new, "hook": call, "names": names, "list": [call, names]}
+    for keys in ["model_state_dict"], ["module", "state_dict"], ["state_dict", "module", "model"]:
+        root, *bodies = checkpoint_files.state_dict(GOOD), *checkpoint_files.stored(GOOD)
+        for key in reversed(keys):
+            root = {**beside, key: root}
+        content = checkpoint_files.zipped(root, bodies)
+        if writer == "older":
+            counted = b"".join(map(checkpoint_files.counted, (12, 5), bodies))
+            content = checkpoint_files.older(root, ["0", "1"], counted)
+        assert_same(read(written(tmp_path, "model.pth", content)), GOOD)
+    assert not (tmp_path / "canary").exists()
 
 
 def test_safetensors_of_any_ending(tmp_path):

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from fla_names import rwkv6_to_fla as to_fla
 from literal_rwkv6 import logits_of
 from safetensors.numpy import save_file
 
@@ -40,50 +41,6 @@ def to_hugging_face(weights):
             name = name.replace(old, new)
         renamed[name if name == "head.weight" else f"rwkv.{name}"] = array
     return renamed
-
-
-def to_fla(weights):
-    """What fla's own converter makes of a model, step by step."""
-    made = {"model.embeddings.weight": weights["emb.weight"], "lm_head.weight": weights["head.weight"]}
-    for part in ("weight", "bias"):
-        made[f"model.norm.{part}"] = weights[f"ln_out.{part}"]
-        made[f"model.layers.0.pre_norm.{part}"] = weights[f"blocks.0.ln0.{part}"]
-    for i in range(LAYERS):
-        att = {
-            name: weights[f"blocks.{i}.att.{name}"]
-            for name in (
-                "time_maa_x",
-                "time_maa_w1",
-                "time_maa_w2",
-                "time_decay",
-                "time_decay_w1",
-                "time_decay_w2",
-                "time_faaaa",
-            )
-        }
-        to = f"model.layers.{i}"
-        made[f"{to}.attn.x_proj.0.mu"] = att["time_maa_x"].reshape(-1)
-        w, k, v, r, g = np.split(att["time_maa_w1"], 5, axis=1)
-        made[f"{to}.attn.x_proj.0.linear.weight"] = np.concatenate((r, w, k, v, g), axis=1).T
-        w, k, v, r, g = att["time_maa_w2"]
-        made[f"{to}.attn.x_proj.2.weight"] = np.concatenate((r, w, k, v, g)).T
-        mixes = [weights[f"blocks.{i}.att.time_maa_{mix}"].reshape(-1) for mix in "rwkvg"]
-        made[f"{to}.attn.x_bias"] = np.stack(mixes)
-        made[f"{to}.attn.w_proj.linear.lora.0.weight"] = att["time_decay_w1"].T
-        made[f"{to}.attn.w_proj.linear.lora.2.weight"] = att["time_decay_w2"].T
-        made[f"{to}.attn.w_proj.linear.lora.2.bias"] = att["time_decay"].reshape(-1)
-        made[f"{to}.attn.bonus"] = att["time_faaaa"]
-        for letter, name in (("r", "receptance"), ("k", "key"), ("v", "value"), ("g", "gate")):
-            made[f"{to}.attn.{letter}_proj.linear.weight"] = weights[f"blocks.{i}.att.{name}.weight"]
-        made[f"{to}.attn.o_proj.weight"] = weights[f"blocks.{i}.att.output.weight"]
-        for new, old in (("attn_norm", "ln1"), ("ffn_norm", "ln2"), ("attn.g_norm", "att.ln_x")):
-            for part in ("weight", "bias"):
-                made[f"{to}.{new}.{part}"] = weights[f"blocks.{i}.{old}.{part}"]
-        for name, mix in (("key", "k"), ("receptance", "r")):
-            made[f"{to}.ffn.{name}.mu"] = weights[f"blocks.{i}.ffn.time_maa_{mix}"].reshape(-1)
-            made[f"{to}.ffn.{name}.linear.weight"] = weights[f"blocks.{i}.ffn.{name}.weight"]
-        made[f"{to}.ffn.value.weight"] = weights[f"blocks.{i}.ffn.value.weight"]
-    return made | {name: array for name, array in weights.items() if name.endswith("time_state")}
 
 
 def shuffled(weights, rng):

@@ -1,5 +1,6 @@
 """What models of every version of RWKV do alike, from one body: logits, states, text, files, fewer bits, gradients."""
 
+import json
 from itertools import islice
 
 import golden
@@ -8,6 +9,7 @@ import literal_rwkv7
 import numpy as np
 import pytest
 from checkpoint_files import zipped_pth
+from fla_names import rwkv6_to_fla, rwkv7_to_fla
 from reference import rms
 from safetensors.numpy import save_file
 
@@ -36,6 +38,7 @@ from linattn_np.models.training_steps import apply_dropout, keep
 
 V = 23
 LITERAL = {RWKV6: literal_rwkv6, RWKV7: literal_rwkv7}
+TO_FLA = {RWKV6: rwkv6_to_fla, RWKV7: rwkv7_to_fla}
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
 
 
@@ -288,33 +291,6 @@ def to_web_rwkv(weights):
     return {name: array.T if name.endswith(turned) else array for name, array in weights.items()}
 
 
-def to_fla(weights, packed=False):
-    """What fla's converter makes of an RWKV-7, step by step."""
-    made = {}
-    parts = {"att": "attn", "ffn": "ffn", "ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm"}
-    modules = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
-    whole = {"emb": "model.embeddings", "ln_out": "model.norm", "head": "lm_head"}
-    for name, array in weights.items():
-        first, *rest = name.split(".")
-        if first != "blocks":
-            made[f"{whole[first]}.{rest[0]}"] = array
-            continue
-        i, part, *rest = rest
-        to = f"model.layers.{i}.{parts[part]}"
-        if part == "att" and len(rest) == 1 and rest[0][0] in "wavg" and rest[0][1:] in "012":
-            leaf, array = {"0": ("2.bias", array.ravel()), "1": ("0.weight", array.T), "2": ("2.weight", array.T)}[
-                rest[0][1]
-            ]
-            made[f"{to}.{rest[0][0]}_lora.lora.{leaf}"] = array
-        elif part == "att" and rest[0] in modules:
-            made[f"{to}.{modules[rest[0]]}.{rest[1]}"] = array
-        elif packed and part == "att" and rest[0].startswith("x_"):
-            made.setdefault(f"{to}.x_x", np.zeros((6, array.size), np.float32))["rwkvag".index(rest[0][-1])] = array
-        else:
-            made[".".join([to, *rest])] = array.ravel() if array.shape[:2] == (1, 1) else array
-    return made
-
-
 NAMINGS = {
     "official": dict,
     "trainers": lambda weights: {f"module.{name}": array for name, array in weights.items()},
@@ -325,8 +301,8 @@ NAMINGS = {
         weights | {f"blocks.0.att.{name}": np.zeros(3, np.float32) for name in ("v0", "v1", "v2")}
     ),
     "web-rwkv": to_web_rwkv,
-    "fla": to_fla,
-    "fla, packed": lambda weights: to_fla(weights, packed=True),
+    "fla": rwkv7_to_fla,
+    "fla, packed": lambda weights: rwkv7_to_fla(weights, packed=True),
 }
 
 
@@ -346,17 +322,52 @@ def test_the_file_tells_which_version_it_is(kind, weights, tmp_path):
         assert type(load(tmp_path / file)) is kind
 
 
+PARTS_OF_TRAINERS = {
+    "all": lambda name: f"_forward_module._orig_mod.model.{name}",
+    "some": lambda name: f"module.{name}" if ".att." in name else name,
+    "several": lambda name: f"module.{name}" if ".att." in name else f"model._orig_mod.{name}",
+    "within": lambda name: name.replace(".att.", "._fsdp_wrapped_module._checkpoint_wrapped_module.att."),
+}
+
+
+@pytest.mark.parametrize("parts", PARTS_OF_TRAINERS)
+@pytest.mark.parametrize("fla", [False, True], ids=["official", "fla"])
+def test_what_trainers_add_to_names_and_files_is_removed(kind, weights, parts, fla, tmp_path):
+    """Of a tuned state alone, too."""
+    added, tuned = PARTS_OF_TRAINERS[parts], tuned_state(np.random.default_rng(0))
+    config = {"norm_eps": 1e-5} if fla else None
+    named = TO_FLA[kind](weights) if fla else weights
+    wanted, _ = kind(named, config=config).forward([[1, 2, 3]])
+    (tmp_path / "model.pth").write_bytes(
+        zipped_pth({added(name): x for name, x in named.items()}, around=["module", "state_dict"])
+    )
+    if fla:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load(tmp_path / "model.pth")
+    np.testing.assert_array_equal(model.forward([[1, 2, 3]])[0], wanted)
+    (tmp_path / "state.pth").write_bytes(
+        zipped_pth({added(name): x for name, x in tuned.items()}, around=["model_state_dict"])
+    )
+    state = State.load(tmp_path / "state.pth")
+    np.testing.assert_array_equal(state.wkv[1, 0], tuned["blocks.1.att.time_state"].swapaxes(1, 2))
+
+
+def test_a_parameter_by_two_names_is_refused(kind, weights):
+    with pytest.raises(CheckpointError, match="'module.emb.weight' is there with another prefix, or with none, too"):
+        kind(weights | {"module.emb.weight": weights["emb.weight"]})
+
+
 def test_flas_config_says_the_eps(tmp_path, rng):
     weights = layout_of(RWKV7).named(rng.standard_normal(layout_of(RWKV7).size, np.float32) * 0.3)
     wanted = literal_rwkv7.logits_of(weights | {"norm_eps": np.array([1e-3, 8e-3])}, [1, 2, 3])
-    found, _ = RWKV7(to_fla(weights), config={"norm_eps": 1e-3}).forward([[1, 2, 3]])
+    found, _ = RWKV7(rwkv7_to_fla(weights), config={"norm_eps": 1e-3}).forward([[1, 2, 3]])
     np.testing.assert_allclose(found[0], wanted, rtol=0, atol=1e-4)
     with pytest.raises(ContractError, match="RWKV7: config.json has attn"):
-        RWKV7(to_fla(weights), config={"attn": {"layers": [1]}})
+        RWKV7(rwkv7_to_fla(weights), config={"attn": {"layers": [1]}})
 
 
 def test_biases_that_flas_config_excludes_are_not_read(rng):
-    named = to_fla(layout_of(RWKV7).named(rng.standard_normal(layout_of(RWKV7).size, np.float32) * 0.3))
+    named = rwkv7_to_fla(layout_of(RWKV7).named(rng.standard_normal(layout_of(RWKV7).size, np.float32) * 0.3))
     without = {name: x * 0 if "norm.bias" in name and "g_norm" not in name else x for name, x in named.items()}
     found, wanted = (
         RWKV7(weights, config={"norm_bias": bias}).forward([[1, 2, 3]])[0]
@@ -368,7 +379,7 @@ def test_biases_that_flas_config_excludes_are_not_read(rng):
 def test_flas_config_says_the_sizes(rng):
     """As fla reads them: num_heads beside head_dim has no meaning, value_dim is a number a layer."""
     layout = layout_of(RWKV7)
-    named = to_fla(layout.named(rng.standard_normal(layout.size, np.float32)))
+    named = rwkv7_to_fla(layout.named(rng.standard_normal(layout.size, np.float32)))
     _, sizes = names.parameters(RWKV7.version, named)
     fields = {
         "hidden_size": "D",

@@ -1,9 +1,9 @@
 """Reads weights from files without torch: `.pth` in both of its forms, `.safetensors`, `.gguf`, and shards.
 
 A pickle is a program. Therefore this module interprets the pickles of `.pth` files by itself. Values are tuples, dicts,
-lists, strings, numbers and `Tensor` records. The interpreter knows only the opcodes of a plain state dict: none of them
-looks up an attribute, imports a module or calls anything but the functions in GLOBALS. Arrays are views of the file. A
-*span* is (first byte, size) of a part of the file.
+lists, strings, bytes, numbers, `Tensor` records, and an `Unmade` for any other object, such as a trainer's settings. No
+opcode looks up an attribute, imports a module or calls anything but the functions in GLOBALS. Arrays are views of the
+file. A *span* is (first byte, size) of a part of the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pickletools
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, NoneType
 from typing import NoReturn
 
 import ml_dtypes
@@ -35,7 +35,8 @@ IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model
 SHARD_ENDINGS = (".safetensors", ".bin")
 
 LFS_START = b"version https://git-lfs.github.com/spec/v1"  # the first bytes of a Git LFS pointer file
-WRAPPER_KEYS = ("state_dict", "module", "model")  # keys under which trainers save the weights
+WRAPPER_KEYS = ("state_dict", "model_state_dict", "module", "model")  # keys under which trainers save the weights
+MOST_WRAPPERS = 4  # dicts around the weights, one in the other
 PROTOCOLS = range(2, 6)  # pickle protocols that are read
 PICKLE_STARTS = [bytes([0x80, protocol]) for protocol in PROTOCOLS]  # the first bytes of pickles
 
@@ -80,9 +81,16 @@ class Tensor:
     strides: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Unmade:
+    """What stands for an object that a pickle would make by calling `name`, "<module> <name>", or for `name` itself."""
+
+    name: str
+
+
 def read(path) -> dict[str, np.ndarray]:
     """{name: array} of the weights in a file, as read-only views of its memory map. No array is copied, and no code of
-    the file is executed.
+    the file is executed. Trainers' dicts around the weights, and what they hold besides, are ignored.
 
     path : str or path
         `model.pth` (the zip that torch writes, or its older five pickles), `model.safetensors`, or
@@ -238,7 +246,7 @@ def five_pickles(data):
     magic, protocol, system = (unpickle(stream) for _ in range(3))
     if magic != TORCH_MAGIC or protocol != TORCH_PROTOCOL:
         refuse(
-            f"the pickle starts with {shown(magic)} and {shown(protocol)}",
+            f"the pickle starts with {told(magic)} and {told(protocol)}",
             f"torch's {TORCH_MAGIC:#x} and {TORCH_PROTOCOL}",
         )
     if not isinstance(system, dict) or system.get("little_endian") is not True:
@@ -246,7 +254,7 @@ def five_pickles(data):
     storages: dict[str, Storage] = {}
     tensors, keys = state_dict(unpickle(stream, storages)), unpickle(stream)
     if not isinstance(keys, list):
-        refuse(f"the fifth pickle holds {shown(keys)}", "a list of the storages")
+        refuse(f"the fifth pickle holds {told(keys)}", "a list of the storages")
     spans, position = {}, stream.tell()
     for key in keys:
         if not isinstance(key, str) or key not in storages or key in spans:
@@ -265,22 +273,30 @@ def five_pickles(data):
     return arrays(data, tensors, spans)
 
 
-# -- the interpreter of pickles; the next four functions stand for those of Python and torch that pickles call -------
+# -- the interpreter of pickles; the next five functions stand for those of Python and torch that pickles call -------
 def ordered_dict():
     return {}
 
 
 def rebuild_tensor(storage, offset, shape, strides, requires_grad, hooks):
+    if isinstance(storage, Unmade):  # of a dtype that NumPy lacks
+        return storage
     if not (
         isinstance(storage, Storage)
         and type(shape) is type(strides) is tuple
         and all(type(number) is int for number in (offset, *shape, *strides))
     ):
         refuse("_rebuild_tensor_v2 is given something else", "a storage, an offset, a shape and strides")
+    if isinstance(hooks, Unmade):
+        refuse(f"a tensor has the hooks {told(hooks)}", "none")
     return Tensor(storage, offset, shape, strides)
 
 
 def rebuild_parameter(tensor, requires_grad, hooks):
+    return tensor
+
+
+def rebuild_parameter_with_state(tensor, requires_grad, hooks, attributes):
     return tensor
 
 
@@ -292,10 +308,16 @@ GLOBALS = {
     "collections OrderedDict": ordered_dict,
     "torch._utils _rebuild_tensor_v2": rebuild_tensor,
     "torch._utils _rebuild_parameter": rebuild_parameter,
+    "torch._utils _rebuild_parameter_with_state": rebuild_parameter_with_state,
     "torch Size": size,
     **{f"torch {name}Storage": np.dtype(dtype) for dtype, (name, _) in DTYPES.items()},
 }
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+NUMBERS_AND_TEXT = frozenset(  # the opcodes whose argument is the value
+    "BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 BININT BININT1 BININT2 "
+    "LONG1 BINFLOAT".split()
+)
+KEYS = (str, int, float, bool, bytes, NoneType, Unmade)  # the types of keys of dicts
 
 
 def unpickle(stream, storages=None):
@@ -309,14 +331,23 @@ def unpickle(stream, storages=None):
 
 
 def state_dict(value) -> dict[str, Tensor]:
-    """The {name: tensor} that a pickle's value is, or holds under one of WRAPPER_KEYS."""
+    """The {name: tensor} that a pickle's value is, or holds under one of WRAPPER_KEYS, or under several."""
+    for _ in range(MOST_WRAPPERS):
+        if isinstance(value, dict):
+            inner = (value[key] for key in WRAPPER_KEYS if isinstance(value.get(key), dict) and value[key])
+            value = next(inner, value)
     if not isinstance(value, dict):
-        refuse(f"the pickle holds {shown(value)}", "a state dict")
-    value = next((value[name] for name in WRAPPER_KEYS if isinstance(value.get(name), dict) and value[name]), value)
+        refuse(f"the pickle holds {told(value)}", "a state dict, as torch.save(model.state_dict(), path) writes it")
     for name, tensor in value.items():
         if type(name) is not str or not isinstance(tensor, Tensor):
-            refuse(f"{shown(name)} is {shown(tensor)}", "tensors alone, a plain state dict")
+            wanted = f"tensors alone, a plain state dict, or one under {', '.join(WRAPPER_KEYS)}"
+            refuse(f"{told(name)} is {told(tensor)}", wanted)
     return value
+
+
+def told(value) -> str:
+    """A pickle's value as short text for an error."""
+    return f"an object of {shown(value.name)}" if isinstance(value, Unmade) else shown(value)
 
 
 def interpret(program, storages):
@@ -333,14 +364,19 @@ def interpret(program, storages):
                 memo[argument] = top[-1]
             case "MEMOIZE":
                 memo[len(memo)] = top[-1]
-            case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
+            case name if name in NUMBERS_AND_TEXT:
                 top.append(argument)
-            case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
-                top.append(CONSTANTS[opcode.name])
+            case name if name in CONSTANTS:
+                top.append(CONSTANTS[name])
             case "EMPTY_DICT":
                 top.append({})
             case "EMPTY_LIST":
                 top.append([])
+            case "EMPTY_SET":
+                top.append(Unmade("builtins set"))
+            case "FROZENSET":
+                frames[-2].append(Unmade("builtins frozenset"))
+                frames.pop()
             case "MARK":
                 frames.append([])
             case "TUPLE":
@@ -355,18 +391,25 @@ def interpret(program, storages):
             case "APPEND":
                 items = popped(top, 1)
                 append_items(top[-1], items)
-            case "APPENDS":
+            case "APPENDS" | "ADDITEMS":
                 append_items(frames[-2][-1], frames.pop())
             case "GLOBAL":
-                top.append(global_of(argument))
+                top.append(GLOBALS.get(argument, Unmade(argument)))
             case "STACK_GLOBAL":
-                top.append(global_of(" ".join(map(checked_text, popped(top, 2)))))
+                name = " ".join(map(checked_text, popped(top, 2)))
+                top.append(GLOBALS.get(name, Unmade(name)))
             case "BINPERSID":
                 top.append(storage_of(top.pop(), storages))
             case "REDUCE":
                 top.append(call_global(*popped(top, 2)))
-            case "BUILD":  # sets the attribute `_metadata` of a state dict, which is ignored
-                if [type(item) for item in (*popped(top, 1), top[-1])] != [dict, dict]:
+            case "NEWOBJ" | "NEWOBJ_EX":
+                made, *_ = popped(top, 3 if opcode.name == "NEWOBJ_EX" else 2)
+                if not isinstance(made, Unmade):
+                    refuse(f"the pickle makes an object of {told(made)}", "a class")
+                top.append(made)
+            case "BUILD":  # sets attributes, such as `_metadata` of a state dict; they are ignored
+                (attributes,) = popped(top, 1)
+                if not isinstance(top[-1], Unmade) and [type(attributes), type(top[-1])] != [dict, dict]:
                     refuse("the pickle sets attributes", "at most those of a state dict")
             case "PROTO" if argument in PROTOCOLS:
                 pass
@@ -376,13 +419,6 @@ def interpret(program, storages):
                 return top.pop()
             case name:
                 refuse(f"the pickle has the opcode {name} {shown(argument)}", "those of a state dict, protocols 2 to 5")
-
-
-def global_of(name):
-    """The value in GLOBALS of the name in a pickle."""
-    if name not in GLOBALS:
-        refuse(f"the pickle asks for {shown(name)}", "only " + ", ".join(GLOBALS))
-    return GLOBALS[name]
 
 
 def checked_text(value):
@@ -402,25 +438,33 @@ def popped(stack, count):
 
 
 def set_items(target, items):
-    """Adds keys and values, alternating in `items`, to a dict."""
+    """Adds keys and values, alternating in `items`, to a dict; an `Unmade` ignores them."""
+    if isinstance(target, Unmade):
+        return
     if type(target) is not dict or len(items) % 2:
         refuse(f"the pickle sets {len(items)} keys and values of {shown(target)}", "pairs, of a dict")
     for name, value in zip(items[::2], items[1::2]):
-        if type(name) is not int and (type(name) is not str or len(name) > MAX_NAME):
-            refuse(f"a key is {shown(name)}", f"a whole number or a string of up to {MAX_NAME} characters")
+        if type(name) not in KEYS or (type(name) is str and len(name) > MAX_NAME):
+            refuse(f"a key is {told(name)}", f"a whole number or a string of up to {MAX_NAME} characters")
         if name in target:
             refuse(f"the key {shown(name)} is there twice", "keys that differ")
         target[name] = value
 
 
 def append_items(target, items):
+    """Adds `items` to a list; an `Unmade`, such as a set, ignores them."""
+    if isinstance(target, Unmade):
+        return
     if type(target) is not list:
         refuse(f"the pickle appends to {shown(target)}", "a list")
     target.extend(items)
 
 
 def call_global(function, arguments):
-    """The result of `function`, after checking that it is one of GLOBALS and gets as many arguments as it takes."""
+    """The result of `function`, after checking that it is one of GLOBALS and gets as many arguments as it takes. An
+    `Unmade` is not called: it stands for its result, too."""
+    if isinstance(function, Unmade):
+        return function
     if type(function) is not FunctionType or type(arguments) is not tuple:
         refuse(f"the pickle calls {shown(function)}", "a function of " + ", ".join(GLOBALS))
     if len(arguments) != function.__code__.co_argcount:
@@ -437,7 +481,7 @@ def storage_of(reference, storages):
     if (
         type(tag) is not str
         or tag != "storage"
-        or not isinstance(dtype, np.dtype)
+        or not isinstance(dtype, (np.dtype, Unmade))
         or type(key) is not str
         or type(count) is not int
     ):
@@ -445,6 +489,8 @@ def storage_of(reference, storages):
             f"a persistent id holds {shown(tag)}, {shown(dtype)}, {shown(key)}, {shown(count)}",
             "'storage', a storage type, a key, a count",
         )
+    if isinstance(dtype, Unmade):
+        return dtype
     storage = Storage(key, dtype, count)
     if storages.setdefault(key, storage) != storage:
         refuse(f"storage {shown(key)} is described in two ways", "one dtype and one size")

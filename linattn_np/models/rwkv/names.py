@@ -11,7 +11,18 @@ from .adapters import LORA_A, LORA_B
 from .version import NORM_EPS_NAME, VERSION_NAME, Version, number_in
 
 BLOCK_PREFIXES = ("rwkv.blocks.", "model.layers.", "blocks.")  # Hugging Face's, flash-linear-attention's, the official
-TRAINER_PREFIXES = ("_forward_module.", "module.", "model.", "_orig_mod.")  # DeepSpeed, DDP, Lightning, torch.compile
+TRAINER_PREFIXES = ("module.", "model.")  # DDP's, Lightning's
+TRAINER_PARTS = {  # of names, anywhere: DeepSpeed's, torch.compile's, FSDP's, and of checkpointed activations
+    "_forward_module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+}
+# The beginnings of names, without a trainer's prefix.
+BEGINNINGS = (
+    *("blocks.", "emb.", "ln_out.", "head.", "rwkv."),
+    *("model.layers.", "model.embeddings.", "model.norm.", "lm_head."),
+)
 # {official name, or a part of one: that of flash-linear-attention (fla), or of Hugging Face}
 FLA_NAMES = {
     "emb.weight": "model.embeddings.weight",
@@ -77,8 +88,8 @@ def official(version: Version, weights: Mapping) -> dict:
     """`weights` under the official names and in the official shapes, in the official order.
 
     weights : mapping from names to host arrays
-        The names are those that `version.naming` accepts; all may begin with one of TRAINER_PREFIXES. A trained initial
-        state, `blocks.i.att.time_state`, always has its official name.
+        The names are those that `version.naming` accepts; any may have prefixes of trainers, see `unwrapped`. A trained
+        initial state, `blocks.i.att.time_state`, always has its official name.
 
     Arrays are views, unless a naming's conversion copies them. Shapes are not checked.
 
@@ -121,13 +132,24 @@ def official(version: Version, weights: Mapping) -> dict:
 
 
 def unwrapped(weights: Mapping) -> Mapping:
-    """`weights` without the prefixes, of TRAINER_PREFIXES, that all names have."""
-    while weights and not any(name.startswith(BLOCK_PREFIXES) for name in weights):
-        common = [prefix for prefix in TRAINER_PREFIXES if all(name.startswith(prefix) for name in weights)]
-        if not common:
-            break
-        weights = {name.removeprefix(common[0]): array for name, array in weights.items()}
-    return weights
+    """`weights` by names without what trainers add to any of them; CheckpointError if two names become one."""
+    plain: dict = {}
+    for name, array in weights.items():
+        if without_trainers(name) in plain:
+            refuse_file(f"{shown(name)} is there with another prefix, or with none, too", "every parameter once")
+        plain[without_trainers(name)] = array
+    return plain
+
+
+def without_trainers(name: str) -> str:
+    """A name without TRAINER_PARTS, and without TRAINER_PREFIXES before one of BEGINNINGS."""
+    plain = ".".join(part for part in name.split(".") if part not in TRAINER_PARTS)
+    while not plain.startswith(BEGINNINGS):
+        prefix = next((prefix for prefix in TRAINER_PREFIXES if plain.startswith(prefix)), None)
+        if prefix is None:
+            return name
+        plain = plain.removeprefix(prefix)
+    return plain
 
 
 def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]]:

@@ -15,6 +15,7 @@ from ..devices import on_host
 from ..files import mapped, replaced
 from ..number_checks import checked_int, shown
 from ..stored_zip import MAX_INDEX
+from .names import unwrapped
 from .version import INITIAL_STATE_PARAMETER, VERSION_NAME, number_in
 
 
@@ -111,7 +112,9 @@ class State:
 
     @classmethod
     def of_initial_states(cls, weights) -> State:
-        """The state of one sequence from `weights`: trained initial states [H, N (values), N (keys)], by full name."""
+        """The state of one sequence from `weights`: trained initial states [H, N (values), N (keys)], by full name,
+        which may have a trainer's prefix."""
+        weights = unwrapped(weights)
         number = number_in(weights)
         weights = {name: array for name, array in weights.items() if name != VERSION_NAME}
         names = [f"blocks.{i}.{name}" for name in INITIAL_STATE_PARAMETER for i in range(len(weights) or 1)]
