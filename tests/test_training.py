@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -96,18 +97,24 @@ def test_half_precision_products_round_and_no_more(wide):
     close(*found, *value_and_gradient(layout, vector, tokens), 1e-2)
 
 
+def on_device(x):
+    """What products ask of a CuPy array."""
+    names = "shape", "strides", "itemsize", "dtype", "nbytes"
+    return SimpleNamespace(**{name: getattr(x, name) for name in names}, data=SimpleNamespace(ptr=x.ctypes.data))
+
+
+def without_library(kind):
+    """A `Cublas` or `CublasLt` that has loaded no library."""
+    cublas = object.__new__(kind)
+    cublas.current_stream = lambda: SimpleNamespace(ptr=0, is_capturing=lambda: False)
+    cublas.handle, cublas.workspace, cublas.of_handle = None, on_device(np.zeros(1)), None
+    cublas.multiprocessors, cublas.lock = 132, nullcontext()
+    return cublas
+
+
 def test_cublas_reads_matrices_and_transposed_ones(rng, monkeypatch):
     """`Cublas.product` against what the documentation of cublasGemmStridedBatchedEx says of its arguments."""
     from linattn_np.backends.cupy import blas
-
-    def on_device(x):
-        return SimpleNamespace(
-            shape=x.shape,
-            strides=x.strides,
-            itemsize=x.itemsize,
-            dtype=x.dtype,
-            data=SimpleNamespace(ptr=x.ctypes.data),
-        )
 
     def call(name, *arguments):
         if name != "cublasGemmStridedBatchedEx":
@@ -128,13 +135,7 @@ def test_cublas_reads_matrices_and_transposed_ones(rng, monkeypatch):
         before = beta._obj.value * y if beta._obj.value else 0
         y[...] = matrices(a, of_a, m, k, lda, next_a) @ matrices(b, of_b, k, n, ldb, next_b) + before
 
-    cublas = object.__new__(blas.Cublas)
-    cublas.current_stream, cublas.handle, cublas.workspace = (
-        lambda: SimpleNamespace(ptr=0),
-        None,
-        on_device(np.zeros(1)),
-    )
-    cublas.of_handle, cublas.multiprocessors, cublas.lock = None, 132, nullcontext()
+    cublas = without_library(blas.Cublas)
     monkeypatch.setattr(cublas, "call", call, raising=False)
     a, b = rng.standard_normal((2, 5, 3), dtype=np.float32), rng.standard_normal((2, 3, 4), dtype=np.float32)
     rows_apart = np.concatenate([a, a], axis=2)[:, :, :3]
@@ -145,6 +146,40 @@ def test_cublas_reads_matrices_and_transposed_ones(rng, monkeypatch):
             np.testing.assert_allclose(y, a @ b, rtol=1e-5, atol=1e-5)
             cublas.product(*map(on_device, (left, right, y)), add=True)
             np.testing.assert_allclose(y, 2 * (a @ b), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("status, of_algorithms, taken", [(15, [], []), (0, [], []), (0, [7, 7], []), (0, [7, 0], [1])])
+def test_cublas_makes_a_large_product_that_cublaslt_has_no_algorithm_for(monkeypatch, status, of_algorithms, taken):
+    """Algorithms whose own status is an error are not taken."""
+    from linattn_np.backends.cupy import blas, blas_lt
+
+    class Library:
+        def cublasLtMatmulAlgoGetHeuristic(self, *arguments):
+            *_, found, count = arguments
+            for n, own in enumerate(of_algorithms):
+                found[n].algorithm[0], found[n].status = n, own
+            count._obj.value = len(of_algorithms)
+            return status
+
+        def cublasLtMatmul(self, *arguments):
+            made.append(arguments[-4]._obj.algorithm[0])
+            return 0
+
+        def __getattr__(self, name):
+            return lambda *_: 0
+
+    made = []
+    products = without_library(blas_lt.CublasLt)
+    products.cupy, products.device, products.lt, products.lt_handle = Mock(), 0, Library(), None
+    products.cupy.cuda.get_elapsed_time.return_value = 1.0
+    monkeypatch.setattr(blas_lt, "LEAST", 1)
+    monkeypatch.setattr(blas_lt, "ALIGNED", 1)
+    monkeypatch.setattr(blas_lt, "CHOSEN", {})
+    monkeypatch.setattr(blas.Cublas, "product", lambda *_: made.append("cuBLAS"))
+    arrays = [on_device(np.zeros(shape, np.float16)) for shape in ((1, 4, 8), (1, 8, 2), (1, 4, 2))]
+    for _ in range(2):
+        products.product(*arrays)
+    assert made == (taken * (blas_lt.ROUNDS + 2) or ["cuBLAS"] * 2)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

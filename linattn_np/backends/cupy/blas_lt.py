@@ -16,6 +16,7 @@ TRANS_A, TRANS_B = 3, 4  # of cublasLtMatmulDescAttributes_t
 BATCH_COUNT, BATCH_STRIDE = 5, 6  # of cublasLtMatrixLayoutAttribute_t
 MOST_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)  # of cublasLtMatmulPreferenceAttributes_t: bytes, those of a, b, c and d
 SPLIT_K = 2  # of cublasLtMatmulAlgoConfigAttributes_t
+SUCCESS, NOT_SUPPORTED = 0, 15  # of cublasStatus_t
 ALIGNED = 16  # bytes to which a product's arrays are aligned
 CHOSEN: dict = {}  # (device, shapes, strides, dtypes) -> what `CublasLt.choose` returns
 
@@ -53,12 +54,14 @@ class CublasLt(Cublas):
             if add or self.current_stream().is_capturing():
                 return super().product(a, b, y, add)
             CHOSEN[key] = self.choose(a, b, y)
+        if CHOSEN[key] is None:
+            return super().product(a, b, y, add)
         description, layouts, proposal = CHOSEN[key]
         self.run(description, layouts, proposal, a, b, y, add)
 
     def choose(self, a, b, y):
-        """(the product's description, the matrices' layouts, the fastest algorithm): all make the product. They divide
-        the sums as cuBLASLt's first choice does, so that they have the same bits."""
+        """(the product's description, the matrices' layouts, the fastest algorithm), or None if cuBLASLt proposes none:
+        all make the product. They divide the sums as cuBLASLt's first choice does, so that they have the same bits."""
         (op_a, a_layout), (op_b, b_layout), (_, y_layout) = map(self.layout, (a, b, y))
         description = self.made("cublasLtMatmulDescCreate", COMPUTE_32F, CUDA_R_32F)
         # y^T = b^T a^T, see `Cublas.prepared`
@@ -67,6 +70,8 @@ class CublasLt(Cublas):
         layouts = b_layout, a_layout, y_layout
         # None for half of cuBLAS's limit either: small tiles are faster than parts of the sums.
         proposals = self.proposals(description, layouts, self.workspace_for(2 * prod(y.shape)))
+        if not proposals:
+            return None
         splits = [self.split(one) for one in proposals]
         proposals = [one for one, split in zip(proposals, splits) if split == splits[0]]
         times: list[list] = [[] for _ in proposals]
@@ -92,7 +97,7 @@ class CublasLt(Cublas):
         return operation, layout
 
     def proposals(self, description, layouts, workspace):
-        """The algorithms that cuBLASLt proposes with such a workspace, in its order."""
+        """The algorithms that cuBLASLt proposes with such a workspace, in its order; none where it has none."""
         preference = self.made("cublasLtMatmulPreferenceCreate")
         wanted = [(MOST_WORKSPACE, c_uint64(workspace)), *((name, c_uint32(ALIGNED)) for name in ALIGNMENTS)]
         for name, value in wanted:
@@ -100,8 +105,8 @@ class CublasLt(Cublas):
         found, count = (Proposal * PROPOSALS)(), c_int32()
         matrices = *layouts, layouts[-1]
         arguments = self.lt_handle, description, *matrices, preference, PROPOSALS, found, byref(count)
-        self.call_lt("cublasLtMatmulAlgoGetHeuristic", *arguments)
-        return list(found[: count.value])
+        self.call_lt("cublasLtMatmulAlgoGetHeuristic", *arguments, accepted=(SUCCESS, NOT_SUPPORTED))
+        return [proposal for proposal in found[: count.value] if proposal.status == SUCCESS]
 
     def split(self, proposal):
         """Into how many parts an algorithm divides the sums."""
@@ -131,7 +136,7 @@ class CublasLt(Cublas):
         """Sets an attribute."""
         self.call_lt(name, of, attribute, byref(value), c_size_t(ctypes.sizeof(value)))
 
-    def call_lt(self, name, *arguments):
-        """Calls a function of cuBLASLt by its name; RuntimeError if it fails."""
-        if status := getattr(self.lt, name)(*arguments):
+    def call_lt(self, name, *arguments, accepted=(SUCCESS,)):
+        """Calls a function of cuBLASLt by its name; RuntimeError if its status is not an `accepted` one."""
+        if (status := getattr(self.lt, name)(*arguments)) not in accepted:
             raise RuntimeError(f"{name} failed with cublasStatus_t {status}")
