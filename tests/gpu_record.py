@@ -39,6 +39,10 @@ SOURCES = (
     "kernels_cu/**/*.cuh",
     "linattn_np/backends/cupy/*.py",
     "linattn_np/backends/numba/*.py",
+    "linattn_np/models/**/cuda_*.py",
+    "linattn_np/models/devices.py",
+    "linattn_np/models/training_*.py",
+    "linattn_np/distributed/nccl.py",
 )
 LONGEST = 60  # seconds of a test, after which it says where it stands
 BACKENDS = ("cupy", "numba")

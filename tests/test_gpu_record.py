@@ -1,6 +1,7 @@
 """The record vouches for exactly the sources that ran, and only where nothing failed."""
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -22,6 +23,9 @@ TREE = {
     "kernels_cu/gated/forward.cu": "kernel",
     "linattn_np/backends/cupy/plan.py": "plans",
     "linattn_np/backends/numba/kernels.py": "kernels",
+    "linattn_np/models/rwkv7/cuda_decode.py": "launches",
+    "linattn_np/models/training_products.py": "products",
+    "linattn_np/distributed/nccl.py": "messages",
     "linattn_np/backends/numpy/chunked.py": "runs on no card",
     "README.md": "neither",
 }
@@ -336,3 +340,6 @@ def test_the_repository_has_device_sources():
     assert "kernels_cu/gated/forward.cu" in found and "linattn_np/backends/cupy/plan.py" in found
     assert any(path.startswith("linattn_np/backends/numba/") for path in found)
     assert not any("backends/numpy" in path for path in found)
+    models = [*gpu_record.ROOT.glob("linattn_np/models/**/*.py"), gpu_record.ROOT / "linattn_np/distributed/nccl.py"]
+    on_card = [path for path in models if re.search(r"import cupy|from \.+backends\.cupy", path.read_text())]
+    assert {path.relative_to(gpu_record.ROOT).as_posix() for path in on_card} <= {*found}
