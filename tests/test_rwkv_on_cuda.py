@@ -132,6 +132,7 @@ def test_hidden_states_are_the_cpus(on_cuda, kind, lengths, rng):
         found, state = model.forward(part, state, hidden=True)
         wanted, wanted_state = wanted_by.forward(part, wanted_state, hidden=True)
         close(model.to_host(found), wanted, 1e-5)
+        close(model.to_host(model.head(found)), wanted_by.head(wanted), 1e-5)
     found, _ = model.forward([[1], [2]], state, hidden=True, last=True)
     wanted, _ = wanted_by.forward([[1], [2]], wanted_state, hidden=True, last=True)
     assert found.shape == (2, SMALL["D"])
@@ -578,6 +579,21 @@ def test_states_of_another_place_are_refused(on_cuda, device, rng):
     with pytest.raises(TypeError, match="state.att_shift is a numpy.ndarray, expected one of the model's device"):
         model.forward([[1]], state)
     model.forward([[1]], model.on_device(state))
+
+
+@pytest.mark.pairwise
+@versions
+@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype(np.int8)], ids=str)
+def test_logits_come_in_parts(on_cuda, kind, device, dtype, rng):
+    if dtype == np.int8 and device.capability != 90:
+        pytest.skip("int8 is for Hopper cards")
+    model, tokens = on_cuda(random_weights(kind, rng), dtype), rng.integers(0, SMALL["V"], (2, 9))
+    wanted, _ = model.forward(tokens)
+    hidden, _ = model.forward(tokens, hidden=True)
+    for part in (np.s_[:, 2:5], np.s_[:, ::2], np.s_[1], np.s_[1, 3]):
+        found = model.head(hidden[part])
+        assert found.dtype == np.float32
+        close(model.to_host(found), model.to_host(wanted[part]), tolerance(dtype if dtype in DTYPES else BFLOAT16) / 8)
 
 
 @pytest.mark.pairwise

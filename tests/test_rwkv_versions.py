@@ -1,6 +1,7 @@
 """What models of every version of RWKV do alike, from one body: logits, states, text, files, fewer bits, gradients."""
 
 import json
+import tracemalloc
 from itertools import islice
 
 import golden
@@ -14,6 +15,7 @@ from reference import rms
 from safetensors.numpy import save_file
 
 from linattn_np import ContractError, ContractTypeError
+from linattn_np.command import evaluate
 from linattn_np.models import (
     RWKV6,
     RWKV7,
@@ -72,6 +74,23 @@ def begun(weights, rng):
 
 def tuned_state(rng):
     return {f"blocks.{i}.att.time_state": rng.standard_normal((4, 8, 8), np.float32) for i in range(3)}
+
+
+def test_the_loss_of_a_text_takes_no_memory_for_a_large_vocabulary(kind, monkeypatch):
+    layout, tokens = layout_of(kind, vocabulary=1 << 18, layers=1, width=8), np.arange(65)
+    model = kind.by_numpy(layout.named(layout.initial(0)))
+    monkeypatch.setattr(evaluate, "MOST_LOGITS", 1 << 19)
+    tracemalloc.start()
+    try:
+        found = evaluate.loss(model, tokens.tolist(), "a text")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 * (1 << 19)  # bytes: float32 and float64 logits, and what exp gives of these
+    assert 4 * 64 * (1 << 18) > 4 * peak  # of all tokens' logits in float32
+    logits = model.forward(tokens[None, :-1])[0][0].astype(np.float64)
+    wanted = np.log(np.exp(logits).sum(-1)) - logits[np.arange(64), tokens[1:]]
+    assert found == pytest.approx(wanted.mean(), rel=1e-6)
 
 
 # -- logits ---------------------------------------------------------------------------------------------------------
@@ -160,6 +179,19 @@ def test_hidden_states_are_what_the_head_reads(kind, weights, loops, rng, monkey
     hidden, state = model.forward(tokens, hidden=True)
     assert hidden.shape == (2, 7, 32) and all((x == y).all() for x, y in zip(state.arrays, after.arrays))
     np.testing.assert_allclose(hidden @ weights["head.weight"].T, logits, rtol=0, atol=1e-5)
+    rows = hidden[:, ::2]  # not contiguous
+    assert model.head(rows).shape == (2, 4, V)
+    np.testing.assert_allclose(model.head(rows), logits[:, ::2], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(model.head(hidden[1, 3]), logits[1, 3], rtol=0, atol=1e-5)
+    for wrong, what in (
+        (hidden[..., :3], r"float32 \(2, 7, 3\)"),
+        (hidden[:0], r"float32 \(0, 7, 32\)"),
+        (hidden.astype(np.float64), "float64 "),
+        (hidden.tolist(), "a list"),
+        (np.float32(1), "a float32"),
+    ):
+        with pytest.raises(ContractError, match=f"{kind.version.owner}: hidden is {what}.*, expected rows of what"):
+            model.head(wrong)
     step, _ = model.forward([[1], [2]], state, hidden=True, last=True)
     np.testing.assert_allclose(step @ weights["head.weight"].T, model.forward([[1], [2]], after)[0][:, 0], atol=1e-5)
 

@@ -18,6 +18,8 @@ from .blas_threads import blas_for
 from .option_values import DTYPES, load, tokenizer_of
 from .terminal import add_device, add_tokenizer, bar, integer, status, to_stdout
 
+MOST_LOGITS = 1 << 21  # at a time
+
 
 def add_options(parser):
     add = parser.add_argument
@@ -47,16 +49,20 @@ def run(options):
 
 @np.errstate(all="ignore")  # errors show as a loss that is not finite
 def loss(model, tokens, what) -> float:
-    """The loss in nats per token, without the first token; ValueError if it is not finite."""
+    """The loss in nats per token, without the first token; ValueError if it is not finite. Few tokens have their logits
+    at the same time: a large vocabulary costs no memory."""
+    rows = max(1, MOST_LOGITS // model.sizes["V"])
     state, total = None, 0.0
     with status(f"reading {what} ...") as show:
         for start in range(0, len(tokens) - 1, PIECE):
             show(f"reading {what} {bar(start / len(tokens))}")
             part = tokens[start : start + PIECE + 1]
-            logits, state = model.forward([part[:-1]], state)
-            logits = model.to_host(logits)[0].astype(np.float64)
-            logits -= logits.max(-1, keepdims=True)
-            total += (np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), part[1:]]).sum()
+            (hidden,), state = model.forward([part[:-1]], state, hidden=True)
+            for first in range(0, len(hidden), rows):
+                logits = model.to_host(model.head(hidden[first : first + rows])).astype(np.float64)
+                logits -= logits.max(-1, keepdims=True)
+                likely = logits[np.arange(len(logits)), part[1 + first : 1 + first + rows]]
+                total += (np.log(np.exp(logits).sum(-1)) - likely).sum()
             if not isfinite(total):
                 raise ValueError(f"the loss is {total} by token {start + len(part)}: the model is damaged")
     return total / (len(tokens) - 1)

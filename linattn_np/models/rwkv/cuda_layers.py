@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...backends.cupy.execute import CompiledPlan
 from ..devices import NotCopied
 from ..locks import Turns
 from .cuda_decoder import DTYPES, FLOAT32, INT64, CudaDecoder
-from .cuda_prompts import Prompts
+from .cuda_prompts import Prompts, head_plan
 from .version import initial_states
 
-MOST_CACHED = 8  # the most batch sizes with stored buffers, and the most sets of prompts' lengths with stored plans
+# The most batch sizes with stored buffers, the most sets of prompts' lengths with stored plans, and the most of `heads`
+MOST_CACHED = 8
 MOST_STATES = 16  # the most states for which a batch size has stored graphs
 
 
@@ -28,6 +30,7 @@ class CudaLayers(NotCopied):
         self.state_dtype = self.decoder.state_dtype
         self.device, self.steps = self.decoder.device, {1: Steps(self.decoder)}
         self.prompts: dict[tuple, Prompts] = {}
+        self.heads: dict[int, CompiledPlan] = {}  # by the number of rows
         self.decoder.compile()  # in the background, as compiling takes long and most calls begin with a prompt
         self.zeros, self.asarray = self.device.zeros, self.device.upload
         self.Array = type(self.zeros((0,), FLOAT32))  # the class of arrays on this device
@@ -51,6 +54,14 @@ class CudaLayers(NotCopied):
         """The head's input, float32 [B * T, D], or [N, D] for the last tokens only."""
         with self.turn():
             return self.by_prompts(tokens, state, sequences, last, hidden=True)
+
+    def head(self, x):
+        """Logits [n, V] of rows of the head's input, float32 x [n, D]."""
+        with self.turn():
+            logits = self.device.empty((len(x), self.decoder.sizes["V"]), FLOAT32)
+            plan = cached(self.heads, len(x), lambda: head_plan(self.decoder, len(x)), self.turn.wait)
+            plan([x, logits, *vars(self.decoder.model_weights).values()])
+            return logits
 
     def by_prompts(self, tokens, state, sequences, last, hidden=False):
         """The result of `logits`, or of `hidden`, with all tokens in parallel."""

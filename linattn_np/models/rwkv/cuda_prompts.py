@@ -11,6 +11,7 @@ Sizes: L layers, T tokens of all prompts, D channels, H heads, V tokens of the v
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -51,10 +52,11 @@ class Prompts:
         self.result_shape = (len(self.result_tokens), decoder.sizes["D" if hidden else "V"])
         result = caller_array("result", self.result_shape, FLOAT32)
         model_weights = vars(decoder.model_weights)
-        self.embedding_plan = self.compiled(self.add_embedding, {"tokens": tokens, "x": self.x, **model_weights})
+        plan = partial(compiled, decoder, self.x.shape[0])
+        self.embedding_plan = plan(self.add_embedding, {"tokens": tokens, "x": self.x, **model_weights})
         add_head = self.add_norm if hidden else self.add_head
-        self.head_plan = self.compiled(add_head, {"x": self.x, "result": result, **model_weights})
-        self.layer_plan = self.compiled(self.add_layer, {"x": self.x, **layer_arrays, **vars(decoder.layers[0])})
+        self.head_plan = plan(add_head, {"x": self.x, "result": result, **model_weights})
+        self.layer_plan = plan(self.add_layer, {"x": self.x, **layer_arrays, **vars(decoder.layers[0])})
         states = [buffer((len(decoder.layers), *shape)) for shape in self.state.values()]
         self.memory = OneAllocation(
             self.device,
@@ -139,15 +141,6 @@ class Prompts:
             self.graphs.clear()
         self.launches[address] = all_launches
 
-    def compiled(self, add_steps, arrays: dict) -> CompiledPlan:
-        """A compiled plan with the steps that the method `add_steps` adds. It is called with arrays of the shapes,
-        strides and dtypes of `arrays`, {name: array}, in their order."""
-        described, given, _ = describe_parts(self.device, arrays=arrays)
-        # the sizes are arguments of kernels by these names; some call the number of tokens T, others `tokens`
-        draft = Draft(**self.decoder.sizes, T=self.x.shape[0], tokens=self.x.shape[0])
-        add_steps(draft, described.arrays)
-        return CompiledPlan(Plan(tuple(draft.buffers), tuple(draft.steps), None, given=given), self.device)
-
     # -- the steps of the plans: `arrays` is a namespace with a `plan.Array` by each name ------------------------------
     def add_embedding(self, draft: Draft, arrays):
         """Adds x = the normed embeddings of the tokens."""
@@ -165,16 +158,42 @@ class Prompts:
         """Adds the last norm and the head, for the tokens of the result."""
         normed = draft.empty((len(self.result_tokens), self.decoder.sizes["D"]), self.decoder.dtype)
         self.add_norm(draft, arrays, normed)
-        head = arrays.head
-        if head.dtype == INT8:
-            dtype = self.decoder.dtype
-            head = widened(draft, head, arrays.head_scales, draft.empty(head.shape, dtype), dtype)
-        draft.product(head, normed[None], arrays.result[None])
+        add_logits(self.decoder, draft, arrays, normed)
 
     def add_norm(self, draft: Draft, arrays, normed=None):
         """Adds the last norm of the result's tokens; it goes to `normed`, or without it to the result."""
         chosen, normed = draft.table(self.result_tokens), arrays.result if normed is None else normed
         kernels.ChosenNorm.launch(draft, chosen, arrays.x, arrays.ln_out, normed, self.decoder.layer_eps)
+
+
+def compiled(decoder, T, add_steps, arrays: dict) -> CompiledPlan:
+    """A compiled plan for T tokens with the steps that the function `add_steps` adds. It is called with arrays of the
+    shapes, strides and dtypes of `arrays`, {name: array}, in their order."""
+    described, given, _ = describe_parts(decoder.device, arrays=arrays)
+    # the sizes are arguments of kernels by these names; some call the number of tokens T, others `tokens`
+    draft = Draft(**decoder.sizes, T=T, tokens=T)
+    add_steps(draft, described.arrays)
+    return CompiledPlan(Plan(tuple(draft.buffers), tuple(draft.steps), None, given=given), decoder.device)
+
+
+def head_plan(decoder, rows) -> CompiledPlan:
+    """The plan of logits [rows, V]. It is called with the head's input x [rows, D], the logits and the model's
+    weights."""
+
+    def add(draft, arrays):
+        add_logits(decoder, draft, arrays, draft.cast(arrays.x, decoder.dtype))
+
+    shapes = {"x": (rows, decoder.sizes["D"]), "result": (rows, decoder.sizes["V"])}
+    arrays = {name: caller_array(name, shape, FLOAT32) for name, shape in shapes.items()}
+    return compiled(decoder, rows, add, arrays | vars(decoder.model_weights))
+
+
+def add_logits(decoder, draft: Draft, arrays, normed):
+    """Adds the logits `arrays.result` of the head's input `normed` [n, D], in the decoder's dtype."""
+    head = arrays.head
+    if head.dtype == INT8:
+        head = widened(draft, head, arrays.head_scales, draft.empty(head.shape, decoder.dtype), decoder.dtype)
+    draft.product(head, normed[None], arrays.result[None])
 
 
 def buffer(shape, dtype=FLOAT32) -> Buffer:

@@ -47,8 +47,8 @@ class Model:
     title : what is trained, in words, as in `protocols.Trainable`
     beside : a digest of the weights that are not trained; empty, as all are trained
 
-    Of its `layers`, such as `NumpyLayers`, it uses logits, hidden, turn, zeros, asarray, Array, dtype, state_dtype,
-    initial_wkv and makes_states: whether calls with several tokens make a state's arrays themselves.
+    Of its `layers`, such as `NumpyLayers`, it uses logits, hidden, head, turn, zeros, asarray, Array, dtype,
+    state_dtype, initial_wkv and makes_states: whether calls with several tokens make a state's arrays themselves.
     """
 
     version: ClassVar[Version]
@@ -236,6 +236,7 @@ class Model:
             Returns logits after each sequence's last token only.
         hidden : bool
             Returns the head's input, LN(x; ln_out), in place of logits. On a GPU a token is then read as a prompt.
+            `head` makes logits of as many of its rows at a time as there is memory for.
 
         Returns
         -------
@@ -260,6 +261,25 @@ class Model:
         compute = self.layers.hidden if hidden else self.layers.logits
         logits = compute(ids.ravel(), state, sequences, last)
         return (logits if last else logits.reshape(*ids.shape, -1)), state
+
+    def head(self, hidden: Result) -> Result:
+        """The logits, float32 [..., V], of rows of ``forward(tokens, hidden=True)``, [..., D], on the model's device.
+
+        Example
+        -------
+        >>> from linattn_np.models import RWKV6
+        >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
+        >>> hidden, _ = model.forward([list(b"Captain Wentworth")], hidden=True)
+        >>> bytes(model.head(row).argmax() for row in hidden[0, -6:-1])  # one token's logits at a time
+        b'worth'
+        """
+        D, Array = self.sizes["D"], self.layers.Array
+        if not isinstance(hidden, Array) or hidden.dtype != np.float32 or hidden.shape[-1:] != (D,) or not hidden.size:
+            what = f"{hidden.dtype} {hidden.shape}" if isinstance(hidden, Array) else f"a {type(hidden).__name__}"
+            self.version.refuse(f"hidden is {what}, expected rows of what forward(..., hidden=True) gives, [..., {D}]")
+        with self.turn():
+            rows = hidden.reshape(-1, D).astype(np.float32, "C", copy=False)
+            return self.layers.head(rows).reshape(*hidden.shape[:-1], -1)
 
     def warm_up(self, batches: Integers = (1,), prompt: int = 64) -> None:
         """Runs a prompt and steps on token 0, so that kernels and libraries are loaded before a server's first call.

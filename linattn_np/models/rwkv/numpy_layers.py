@@ -57,12 +57,15 @@ class NumpyLayers:
 
     def logits(self, tokens, state, sequences, last):
         """Logits [T, V]; if `last`, a row for the last token of each sequence."""
-        ops = self.operations_for(sequences)
-        return ops.multiply(self.model_weights.head, self.run(ops, tokens, state, sequences, last))
+        return self.head(self.hidden(tokens, state, sequences, last))
 
     def hidden(self, tokens, state, sequences, last):
         """The head's input [T, D]; if `last`, a row for the last token of each sequence."""
         return self.run(self.operations_for(sequences), tokens, state, sequences, last)
+
+    def head(self, x):
+        """Logits [n, V] of rows of the head's input, x [n, D]."""
+        return self.operations_for(None).multiply(self.model_weights.head, x)
 
     def operations_for(self, sequences):
         return self.operations(self, sequences)
