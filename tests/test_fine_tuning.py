@@ -34,10 +34,21 @@ def few(**changes):
     return Settings(**{"layers": 2, "width": 16, "head_size": 8, "batch": 2, "context": 16, "steps": 3, **changes})
 
 
-@pytest.mark.parametrize("made", [lambda base: LowRank(base, 3, alpha=6), States], ids=["adapter", "state"])
-def test_gradients_are_finite_differences(made, base, rng):
-    kind, tokens = made(base), rng.integers(0, 256, (2, 10))
-    kind.vector = kind.vector.astype(np.float64)
+MADE = {"adapter": lambda base: LowRank(base, 3, alpha=6), "state": States, "model": Whole}
+
+
+def started(base, rng):
+    """The same model with norms of another eps, and with a tuned state."""
+    states = {f"blocks.{i}.att.time_state": rng.standard_normal((2, 8, 8), np.float32) for i in range(2)}
+    return Base.of(base.weights | states | {"norm_eps": np.array([1e-3, 1e-2])})
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["plain", "eps and state"])
+@pytest.mark.parametrize("made", MADE)
+def test_gradients_are_finite_differences(made, begins, base, rng):
+    kind, tokens = MADE[made](started(base, rng) if begins else base), rng.integers(0, 256, (2, 10))
+    if made != "model":
+        kind.vector = kind.vector.astype(np.float64)
     layout = kind.trainable(2, 16, 8)
     vector = layout.initial(0) + 0.1 * rng.standard_normal(layout.size)
     direction, gradient = rng.standard_normal(layout.size), np.full(layout.size, np.nan)
@@ -50,9 +61,12 @@ def test_gradients_are_finite_differences(made, base, rng):
     assert gradient @ direction == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
 
 
-def test_a_new_adapter_and_a_new_state_are_the_model(base):
-    tokens = [list(b"It is a truth")]
+@pytest.mark.parametrize("begins", [False, True], ids=["plain", "eps and state"])
+def test_a_new_adapter_and_a_new_state_are_the_model(begins, base, rng):
+    tokens, plain = [list(b"It is a truth")], base.kind(base.weights)
+    base = started(base, rng) if begins else base
     wanted, _ = base.kind(base.weights).forward(tokens)
+    assert begins != np.array_equal(plain.forward(tokens)[0], wanted)
     for kind in (Whole(base), LowRank(base, 2), States(base)):
         layout = kind.trainable(2, 16, 8)
         found, _ = base.kind(kind.model_weights(layout, layout.initial(1))).forward(tokens)
@@ -131,14 +145,53 @@ def test_an_adapter_that_gives_no_numbers_is_refused(number, alpha, base):
         merged(base.kind, base.weights, adapter, alpha)
 
 
-def test_a_base_that_cannot_be_trained_is_refused(base):
-    with pytest.raises(ContractError, match="matrices in 8 or 4 bits, expected the file that they were made from"):
-        Base.of(base.kind.quantise(base.weights, "int8"))
-    with pytest.raises(ContractError, match="norms have eps 0.001 and 0.064"):
-        Base.of(base.weights | {"norm_eps": np.array([1e-3, 64e-3])})
-    states = {f"blocks.{i}.att.time_state": np.zeros((2, 8, 8), np.float32) for i in range(2)}
-    with pytest.raises(ContractError, match="has a tuned time_state"):
-        Base.of(base.weights | states)
+@pytest.mark.parametrize("made", MADE)
+def test_the_first_loss_is_the_models(made, base, rng):
+    """With norms of any eps, and from a tuned state, which are trained on or kept."""
+    base, tokens = started(base, rng), rng.integers(0, 256, (1, 10))
+    logits = base.kind(base.weights).forward(tokens[:, :-1])[0][0].astype(np.float64)
+    picked = logits[np.arange(9), tokens[0, 1:]]
+    kind = MADE[made](base)
+    layout = kind.trainable(2, 16, 8)
+    value, _ = kind.loss(layout.tree(layout.initial(0)), tokens, HostProducts(), keep)
+    assert value == pytest.approx(np.mean(np.log(np.exp(logits).sum(-1)) - picked), rel=1e-5)
+
+
+def test_a_model_keeps_its_eps_and_trains_its_state(base, rng, tmp_path):
+    base = started(base, rng)
+    training = Training(TEXT, few(lr=0.05), kind=Whole(base))
+    training.step()
+    training.save_model(tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(found["norm_eps"], np.float32([1e-3, 1e-2]))
+    moved = np.abs(found["blocks.1.att.time_state"] - base.weights["blocks.1.att.time_state"]).max()
+    assert 0 < moved < 0.1
+    assert load(tmp_path / "model.safetensors").layers.group_eps == pytest.approx(1e-2)
+    again = Base.from_file(tmp_path / "model.safetensors")
+    training.save(tmp_path / "training.safetensors")
+    Training.restore(tmp_path / "training.safetensors", TEXT, kind=Whole(base))
+    with pytest.raises(CheckpointError, match="is a training of"):
+        Training.restore(tmp_path / "training.safetensors", TEXT, kind=Whole(again))
+
+
+def test_usual_eps_is_in_no_file(base):
+    again = Base.of(base.weights | {"norm_eps": np.array([1e-5, 64e-5])})
+    assert again.weights.keys() == base.weights.keys() and Whole(again).title == Whole(base).title
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_quantised_models_are_trained_in_float32(format, base, command, tmp_path):
+    file, adapter = tmp_path / "model.safetensors", tmp_path / "out" / "adapter.safetensors"
+    save_file(base.kind.quantise(base.weights, format), file)
+    base = Base.from_file(file)
+    assert base.quantised == format and all(array.dtype == np.float32 for array in base.weights.values())
+    wanted, _ = load(file, dtype="float32").forward([[1, 2, 3]])
+    np.testing.assert_array_equal(base.kind(base.weights).forward([[1, 2, 3]])[0], wanted)
+    code, _, said = command(*train(tmp_path, "--lora", 2, "--steps", 1))
+    assert code == 0 and f"{file} has {format} matrices, which become float32 for the training\n" in said
+    assert command("merge", "--model", file, "--adapter", adapter, "--out", tmp_path / "whole.safetensors")[0] == 0
+    wanted, _ = load(file, adapter=adapter).forward([[1, 2, 3]])
+    np.testing.assert_array_equal(load(tmp_path / "whole.safetensors").forward([[1, 2, 3]])[0], wanted)
 
 
 # -- what is learnt ---------------------------------------------------------------------------------------------------

@@ -153,6 +153,19 @@ def test_gradients_of_other_sizes(device, kind, sizes, rng):
     mostly_close(draw, DTYPES[0])
 
 
+@pytest.mark.pairwise
+@versions
+def test_gradients_with_any_eps_and_a_tuned_state(device, kind, rng):
+    def draw():
+        plain, vector, tokens = model(rng, kind=kind)
+        states = {f"blocks.{i}.att.time_state": rng.standard_normal((2, 16, 16)) for i in range(2)}
+        layout = kind.layout(plain.sizes, plain.named(vector) | states | {"norm_eps": np.array([1e-3, 1e-2])})
+        vector = layout.initial(0).astype(np.float64)
+        return on_device(device, DTYPES[0], layout, vector, tokens), on_host(layout, vector, tokens), layout
+
+    mostly_close(draw, DTYPES[0])
+
+
 @pytest.mark.parametrize("ranks", [dict(W=5, A=5, Q=3, G=9), dict(W=5, A=6, Q=8, G=5)], ids=str)
 def test_gradients_of_any_low_ranks(device, ranks, rng):
     """Whose rows start anywhere; those of decays and learning rates are a stack, or not."""

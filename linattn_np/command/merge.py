@@ -3,7 +3,8 @@
     linattn-np merge --model model.pth --adapter mine/adapter.safetensors \\
         --out mine.safetensors
 
-Every matrix W with an adapter becomes W + (alpha / rank) B A, in its own dtype. Names are the official ones.
+Every matrix W with an adapter becomes W + (alpha / rank) B A, in its own dtype; int8 and int4 become float32, and
+linattn-np quantise makes them small again. Names are the official ones.
 """
 
 from ..models import checkpoint

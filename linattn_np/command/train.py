@@ -133,6 +133,8 @@ def run(options):
     ranks = SHARES[options.share](comm) if comm.size > 1 else OneProcess()
     if ranks.rank == 0:
         to_stderr(computes_on(device, "NumPy") + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
+        if (base := getattr(trained.kind, "base", None)) and base.quantised:
+            to_stderr(f"{options.base} has {base.quantised} matrices, which become float32 for the training")
     try:
         with ExitStack() as lock_scope:
             training = start(options, trained, device, ranks, lock_scope)
@@ -175,8 +177,8 @@ def add_options(parser):
         dest="base",
         metavar="MODEL",
         help="go on from this model, with all of its weights unless --lora or --state is given: what --model of "
-        "linattn-np generate takes, but no int8 or int4 file, none with a tuned state, and none whose norms have "
-        "another eps than RWKV's own files (1e-5, groups 64e-5)",
+        "linattn-np generate takes. Its norms keep their eps, a tuned state is trained with it, and matrices in int8 "
+        "or int4 become float32",
     )
     only = parser.add_mutually_exclusive_group()
     only.add_argument(

@@ -33,17 +33,19 @@ class Base:
     """The model from which training starts.
 
     kind : its class
-    weights : {official name: float32 array}, copies
+    weights : {official name: float32 array}, copies; norms' eps are among them if they are not those of RWKV's files
     sizes : {axis of `Version.parameter_axes`: its size}
+    quantised : "int8" or "int4" if the file's matrices were, which are float32 here
     """
 
     kind: type[Model]
     weights: dict[str, np.ndarray]
     sizes: dict[str, int]
+    quantised: str | None = None
 
     @classmethod
     def from_file(cls, path) -> Base:
-        """The model in any file that `models.load` reads, except quantised ones; raises the same errors."""
+        """The model in any file that `models.load` reads; raises the same errors."""
         weights = checkpoint.read(path)
         try:
             return cls.of(weights, checkpoint.config(path))
@@ -52,18 +54,15 @@ class Base:
 
     @classmethod
     def of(cls, weights: Mapping, config: Mapping | None = None) -> Base:
-        """The base with these weights, by any names that files have; ContractError if it cannot be trained."""
+        """The base with these weights, by any names that files have; ContractError if they are no model's."""
         kind = kind_of(weights)
         official, sizes = kind.parameters(weights, config)
-        if any(isinstance(array, Stored) for array in official.values()):
-            refuse("the model has matrices in 8 or 4 bits, expected the file that they were made from")
-        eps = official.pop(NORM_EPS_NAME, (LAYER_NORM_EPS, GROUP_NORM_EPS))
-        if not np.allclose(eps, (LAYER_NORM_EPS, GROUP_NORM_EPS), rtol=1e-6):
-            refuse(f"the model's norms have eps {eps[0]:g} and {eps[1]:g}, expected {LAYER_NORM_EPS:g} and 64e-5")
-        if any(name.endswith(STATE) for name in official):
-            refuse("the model has a tuned time_state, expected one without: gradients start from zeros")
+        formats = [array.format for array in official.values() if isinstance(array, Stored)]
         # Copies: a file, or an array of the caller, may be written to while the training runs.
-        return cls(kind, {name: np.array(array, np.float32) for name, array in official.items()}, sizes)
+        copies = {name: np.array(array, np.float32) for name, array in official.items()}
+        if np.allclose(kind.version.norm_eps(official), (LAYER_NORM_EPS, GROUP_NORM_EPS), rtol=1e-6, atol=0):
+            copies.pop(NORM_EPS_NAME, None)
+        return cls(kind, copies, sizes, formats[0] if formats else None)
 
 
 class Whole:
@@ -100,14 +99,14 @@ class BesideBase:
 
     def __init__(self, base: Base):
         self.base = base
-        self.layout = base.kind.layout(base.sizes)
+        self.layout = base.kind.layout(base.sizes, base.weights)
         self.vector: np.ndarray = self.layout.vector(base.weights)
         self.on_device: Any = None  # a copy of `vector` on the GPU, once a loss has been computed there
         self.title = f"{self.name} of {base.kind.title}"
 
     @cached_property
     def beside(self) -> bytes:
-        constants = b"".join(array.tobytes() for array in self.constants().values())
+        constants = b"".join(array.tobytes() for array in (self.layout.constants | self.constants()).values())
         return hashlib.sha256(self.vector.data).digest() + constants + " ".join(self.shapes()).encode()
 
     def trainable(self, layers, width, head_size):
@@ -205,7 +204,8 @@ class LowRank(BesideBase):
 
 
 class States(BesideBase):
-    """The initial states of the layers: `blocks.i.att.time_state` [H, N (values), N (keys)]."""
+    """The initial states of the layers: `blocks.i.att.time_state` [H, N (values), N (keys)]. They start from those of
+    the model, or from zeros."""
 
     name, decays = "a state", False
 
@@ -217,7 +217,7 @@ class States(BesideBase):
         return {}
 
     def initial_value(self, name, shape, rng):
-        return 0
+        return self.base.weights.get(name, 0)
 
     def loss(self, states, tokens, products, dropout, **options):
         """As in `protocols.Trainable`; the model's loss reads the states as `start` of each layer."""

@@ -22,6 +22,7 @@ def adapter_name(name: str, part: str) -> str:
 
 def merged(model_class, weights: Mapping, adapter_weights: Mapping, alpha: float | None = None, config=None) -> dict:
     """`weights` under official names, with W + (alpha / rank) B A for every matrix W for which there is an adapter.
+    Matrices in int8 or int4 become float32.
 
     weights, config : the model's weights under any names that `model_class` accepts, and its config.json
     adapter_weights : `blocks.N.att.key.lora_A` [rank, in], `blocks.N.att.key.lora_B` [out, rank], and so on, as
@@ -32,6 +33,7 @@ def merged(model_class, weights: Mapping, adapter_weights: Mapping, alpha: float
     ContractError if the adapter does not fit the model's matrices.
     """
     model_weights, _ = model_class.parameters(weights, config)
+    model_weights = {name: np.asarray(x) if isinstance(x, Stored) else x for name, x in model_weights.items()}
     adapters = by_matrix(adapter_weights)
     model_class.version.check_number(number_in(adapters.pop(VERSION_NAME, {})), "the adapter")
     own_alpha = adapters.pop(LORA_ALPHA, {}).get(LORA_ALPHA)
@@ -44,8 +46,6 @@ def merged(model_class, weights: Mapping, adapter_weights: Mapping, alpha: float
             found = shown(f"{matrix_name}.{unexpected}")
             refuse(f"has {found}, expected {LORA_A} and {LORA_B} of matrices of the model")
         down, up, matrix = parts[LORA_A], parts[LORA_B], model_weights[name]
-        if isinstance(matrix, Stored):
-            refuse(f"cannot be merged into {name}, which is {matrix.format}: merge first, then quantise")
         rank = down.shape[0] if down.ndim == 2 else 0
         if not rank or (*up.shape, *down.shape) != (len(matrix), rank, rank, *matrix.shape[1:]):
             refuse(f"has {up.shape} times {down.shape} for {name}, expected {matrix.shape} of two matrices")

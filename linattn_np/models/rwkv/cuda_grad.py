@@ -20,7 +20,7 @@ from ...backends.cupy.plan import FLOAT32
 from ...backends.cupy.rwkv6_model_kernels import GatedNorm, LowActivations, ReluSquared, affine
 from ..single_process import WHOLE
 from .grad import layer_norm
-from .version import LAYER_NORM_EPS, output_scale
+from .version import output_scale
 
 
 def loss(version, mix_classes, weights, tokens, products, dropout, recompute=False, cut=WHOLE):
@@ -32,7 +32,8 @@ def loss(version, mix_classes, weights, tokens, products, dropout, recompute=Fal
     recompute : whether a layer stores only its residuals and computes its other activations again for the gradients
     """
     step = TrainingStep(version, weights, tokens, products, dropout, cut)
-    table, pull_table = layer_norm(weights.embedding[None].astype(FLOAT32, copy=False), weights.ln0)
+    embedding = weights.embedding[None].astype(FLOAT32, copy=False)
+    table, pull_table = layer_norm(embedding, weights.ln0, step.layer_eps)
     x, change = None, Change("Embedded", table)  # the residual is x + change, or the change alone at first
     blocks: list[Block] = []
     for i, layer in enumerate(weights.layers):
@@ -201,6 +202,7 @@ class TrainingStep:
     def __init__(self, version, weights, token_ids, products, dropout, cut):
         self.products, self.device, self.dtype, self.dropout = products, products.device, products.dtype, dropout
         self.cut, self.scale = cut, output_scale(self.dtype)
+        self.layer_eps, self.group_eps = weights.eps
         self.V, self.D = weights.embedding.shape
         self.token_ids, (batch, length) = token_ids, token_ids.shape
         self.context, self.tokens = length - 1, batch * (length - 1)  # the last token is a target alone
@@ -258,7 +260,7 @@ class TrainingStep:
             mixed=mixed,
             normed_row=takes * self.D,
             drop=self.dropout_argument(change),
-            eps=LAYER_NORM_EPS,
+            eps=self.layer_eps,
         )
         return y, moments, (normed, mixed)
 

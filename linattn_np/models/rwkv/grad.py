@@ -13,7 +13,6 @@ import numpy as np
 
 from ..array_math import beside, relu_squared
 from ..single_process import WHOLE
-from .version import LAYER_NORM_EPS
 
 
 def loss(operations, mixes, weights, tokens, products, dropout, cut=WHOLE):
@@ -33,14 +32,14 @@ def loss(operations, mixes, weights, tokens, products, dropout, cut=WHOLE):
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     pulls, shared = [], SimpleNamespace()
-    x, pull_embedding = embedding(weights, inputs, products)
+    x, pull_embedding = embedding(weights, inputs, products, weights.eps[0])
     x, pull_drop = dropout(x)
     for i, layer in enumerate(weights.layers):
         for mix, mix_vjp in mixes:
-            ops = operations(products, dropout, cut, shared)
+            ops = operations(products, dropout, cut, shared, weights.eps)
             x = mix(ops, layer, x)
             pulls.append((partial(mix_vjp, ops, layer), i))
-    normed, pull_norm = layer_norm(x, weights.ln_out)
+    normed, pull_norm = layer_norm(x, weights.ln_out, weights.eps[0])
     logits, pull_head = linear(normed, weights.head, products)
     value, pull_value = cross_entropy(logits, targets)
 
@@ -64,15 +63,17 @@ class RecordingOperations:
     Each mix of each layer has an object of its own and calls each operation once, but `product` once for each matrix.
     An operation stores its pullback, or the arrays that the mix's pullback needs, in the object. The pullbacks of
     products are in `pulls`, by the name of the matrix. The arguments `shift` and `wkv` are not used: sequences start
-    from zeros, or from the layer's trained `start`. `shared` is one namespace for all mixes of a loss.
+    from zeros, or from the layer's trained `start`. `shared` is one namespace for all mixes of a loss. `eps`: of the
+    layer norms, and of the group norm.
     """
 
-    def __init__(self, products, dropout, cut, shared):
+    def __init__(self, products, dropout, cut, shared, eps):
         self.products, self.dropout, self.cut, self.shared, self.pulls = products, dropout, cut, shared, {}
+        self.layer_eps, self.group_eps = eps
 
     def shift_mix(self, layer, norm, maa, x, shift):
         """(mixes xx + d maa, xx, d): xx is the normed x, d the difference from the previous token's xx."""
-        xx, self.pull_norm = layer_norm(x, getattr(layer, norm))
+        xx, self.pull_norm = layer_norm(x, getattr(layer, norm), self.layer_eps)
         self.d, self.pull_shift = token_shift(xx, self.cut)
         return xx + self.d * beside(getattr(layer, maa), x), xx, self.d
 
@@ -123,10 +124,10 @@ def vjp_from_start(cut, layer, operator, *arrays, scale):
 
 
 # -- functions with weights --------------------------------------------------------------------------------------------
-def embedding(weights, tokens, products):
+def embedding(weights, tokens, products, eps):
     """LN(embedding of each token; ln0); ``pull(dx, grads)`` writes the gradients of the embedding and of ln0."""
     V, D = weights.embedding.shape
-    table, pull_norm = layer_norm(weights.embedding[None].astype(weights.ln0.dtype, copy=False), weights.ln0)
+    table, pull_norm = layer_norm(weights.embedding[None].astype(weights.ln0.dtype, copy=False), weights.ln0, eps)
 
     def pull(dx, grads):
         # The gradient is a product with one-hot rows, which sums in a fixed order; atomic additions do not.
@@ -149,10 +150,10 @@ def linear(x, w, products):
     return products.matmul(rows, w).reshape(*shape[:-1], w.shape[-1]), pull
 
 
-def layer_norm(x, weight_and_bias):
+def layer_norm(x, weight_and_bias, eps):
     """normalize(x) weight + bias, for `weight_and_bias` [2, D]; x may be a CuPy array."""
     weight, bias = weight_and_bias
-    normed, pull_normalize = normalize(x, LAYER_NORM_EPS)
+    normed, pull_normalize = normalize(x, eps)
 
     def pull(dy, out):
         out[0], out[1] = sum_over_tokens(dy * normed), sum_over_tokens(dy)

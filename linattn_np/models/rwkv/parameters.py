@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from .version import Version, name_in_block
+from .version import NORM_EPS_NAME, Version, initial_states, name_in_block
 
 
 class Layout:
@@ -18,6 +18,7 @@ class Layout:
     spans : {official name: (start, end) in the vector}; `size` is the vector's length
     matrices : the number of the vector's first elements that are matrices'
     parts : (start, end) of each layer's matrices; the first part includes the matrices outside the layers
+    eps : of the layer norms, and of the group norm, which are not trained
     """
 
     version: Version
@@ -43,8 +44,14 @@ class Layout:
         raise NotImplementedError
 
     def __init__(self, sizes, weights=None):
-        """`weights`, by official name, are the initial weights of a training; None for random ones."""
-        self.initial_weights, self.sizes, self.axes = weights, sizes, self.version.parameter_axes(sizes["L"])
+        """`weights`, by official name, are the initial weights of a training; None for random ones. They say the norms'
+        eps, and whether a trained initial state is among the parameters."""
+        known = weights or {}
+        self.eps = self.version.norm_eps(known)
+        self.constants = {name: known[name] for name in (NORM_EPS_NAME,) if name in known}
+        self.has_initial_state = any(name.endswith("time_state") for name in known)
+        self.initial_weights, self.sizes = weights, sizes
+        self.axes = self.version.parameter_axes(sizes["L"], self.has_initial_state)
         names = sorted(self.axes, key=self.sort_key)
         self.shapes = {name: tuple(sizes[axis] for axis in self.axes[name].split()) for name in names}
         ends = np.cumsum([prod(shape) for shape in self.shapes.values()]).tolist()
@@ -58,12 +65,16 @@ class Layout:
         self.parts = list(zip([0, *layer_ends], layer_ends))
 
     def named(self, vector) -> dict:
-        """Views of `vector` by official name, in the official shapes and order."""
-        views = {name: vector[slice(*self.spans[name])].reshape(shape) for name, shape in self.shapes.items()}
-        return {name: views[name] for name in self.axes}
+        """Views of `vector` by official name, in the official shapes and order; and norms' eps, if not the usual."""
+        return self.views(vector) | self.constants
+
+    def views(self, vector) -> dict:
+        """The views of `named`."""
+        return {name: vector[slice(*self.spans[name])].reshape(self.shapes[name]) for name in self.axes}
 
     def tree(self, vector, matrices=None) -> SimpleNamespace:
-        """Views of `vector` as the weights of `Version.model_arrays`, with `layers`, a list of `Version.layer_arrays`.
+        """Views of `vector` as the weights of `Version.model_arrays`, with `eps`, and `layers`, a list of
+        `Version.layer_arrays`. A layer's trained initial state is `start` [H, N (keys), N (values)].
 
         Matrices are views of `matrices`, if it is given: a copy of the vector's matrices in another dtype. A matrix is
         [K, M], for products x W, or a stack of such if a weight has several.
@@ -78,7 +89,11 @@ class Layout:
             return stack if not weight.matrix or weight.inputs_first or field == "embedding" else stack.swapaxes(-1, -2)
 
         tree = self.version.model_arrays(array_of)
+        tree.eps = self.eps
         tree.layers = [self.version.layer_arrays(f"blocks.{i}.", array_of) for i in range(self.sizes["L"])]
+        if self.has_initial_state:
+            for layer, start in zip(tree.layers, initial_states(self.views(vector))):
+                layer.start = start
         return tree
 
     def initial(self, seed) -> np.ndarray:
@@ -86,7 +101,7 @@ class Layout:
         if self.initial_weights is not None:
             return self.vector(self.initial_weights)
         rng, vector = np.random.default_rng(seed), np.empty(self.size, np.float32)
-        for name, array in self.named(vector).items():
+        for name, array in self.views(vector).items():
             depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
             array[...] = self.initial_value(name_in_block(name), array.shape, depth, rng)
         return vector
@@ -94,7 +109,7 @@ class Layout:
     def vector(self, weights) -> np.ndarray:
         """The float32 vector of `weights`, by official name."""
         vector = np.empty(self.size, np.float32)
-        for name, array in self.named(vector).items():
+        for name, array in self.views(vector).items():
             array[...] = weights[name]
         return vector
 

@@ -15,7 +15,6 @@ from ...ops.functions import rwkv6
 from ..rwkv import cuda_grad
 from ..rwkv.cuda_grad import Change, InputGradients, Mix
 from ..rwkv.grad import vjp_from_start
-from ..rwkv.version import GROUP_NORM_EPS
 from .names import VERSION
 
 
@@ -73,7 +72,7 @@ class TimeMix(Mix):
 
     def norm_arguments(self):
         """The arguments of `TrainingStep.gated_norm`; o has the factor `step.scale`, which the norm removes."""
-        eps = GROUP_NORM_EPS * self.step.scale**2
+        eps = self.step.group_eps * self.step.scale**2
         return self.o, self.gate, self.layer.ln_x, eps, self.layer.bonus.shape[1]
 
 

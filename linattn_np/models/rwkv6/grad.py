@@ -12,7 +12,6 @@ from ...ops.functions import rwkv6
 from ..array_math import affine_times_silu, beside, sigmoid
 from ..rwkv import grad
 from ..rwkv.grad import mixes_vjp, normalize, relu_squared_vjp, sigmoid_vjp, sum_over_tokens, tanh_vjp
-from ..rwkv.version import GROUP_NORM_EPS
 from . import mixes
 
 
@@ -38,7 +37,7 @@ class RecordingOperations(grad.RecordingOperations):
 
     def gated_norm(self, layer, o, gate):
         self.o, self.gate = o, gate
-        normed, self.pull_group = normalize(o.astype(gate.dtype, copy=False), GROUP_NORM_EPS)
+        normed, self.pull_group = normalize(o.astype(gate.dtype, copy=False), self.group_eps)
         self.normed = normed.reshape(gate.shape)
         return affine_times_silu(self.normed, *layer.ln_x, gate)
 

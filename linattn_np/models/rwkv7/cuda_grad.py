@@ -23,7 +23,7 @@ from ...ops.functions import rwkv7
 from ..rwkv import cuda_grad
 from ..rwkv.cuda_grad import Change, InputGradients, Mix, transposed
 from ..rwkv.grad import vjp_from_start
-from ..rwkv.version import GROUP_NORM_EPS, unit_of_squares
+from ..rwkv.version import unit_of_squares
 from .names import VERSION
 
 # A product of low rank is activation(mix down) up, with two matrices. Its place is that of its mix among the six mixes
@@ -255,7 +255,7 @@ class TimeMix(Mix):
 
     def norm_arguments(self):
         """The arguments of `TrainingStep.gated_norm`: o, gate, norm, eps and N."""
-        return self.o, self.high["gate"], self.layer.ln_x, GROUP_NORM_EPS, self.N
+        return self.o, self.high["gate"], self.layer.ln_x, self.step.group_eps, self.N
 
     def bonus_arguments(self):
         """Its `bonus`."""

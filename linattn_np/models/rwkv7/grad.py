@@ -12,7 +12,6 @@ from ...ops.functions import rwkv7
 from ..array_math import sigmoid
 from ..rwkv import grad
 from ..rwkv.grad import mixes_vjp, normalize, relu_squared_vjp, sigmoid_vjp, sum_over_tokens, tanh_vjp
-from ..rwkv.version import GROUP_NORM_EPS
 from . import mixes
 
 
@@ -59,7 +58,7 @@ class RecordingOperations(grad.RecordingOperations):
     def bonus_norm(self, layer, o, r, k, v, gate):
         # score: the factor of v in the bonus.
         self.r, self.key, self.v = (x.reshape(o.shape) for x in (r, k, v))
-        normed, self.pull_group = normalize(o, GROUP_NORM_EPS)
+        normed, self.pull_group = normalize(o, self.group_eps)
         self.score = (self.r * self.key * layer.bonus).sum(axis=-1, keepdims=True)
         self.normed, self.gate = normed.reshape(gate.shape), gate
         weight, bias = layer.ln_x
