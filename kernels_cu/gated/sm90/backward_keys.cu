@@ -1,12 +1,14 @@
 // what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, with the gradient dS [K, V] of the state
 //           S in registers. Computes dk, dv, the gradient dg of the log gates, and the initial state's gradient dh0.
-// modes     ReadOrder         template: AfterWrite, GLA, or BeforeWrite, RWKV-6 (reads_before_write)
+// modes     P is the number of segments of a sequence.
+//           ReadOrder         template: AfterWrite, GLA, or BeforeWrite, RWKV-6 (reads_before_write)
 //           OneEach, InTurn   template: a block computes one segment, or whole sequences (P = 1), one after the other
 //           joined            of a launch, OneEach with P = 3 only: half of the blocks have segments 0 and 1, as one,
 //                             the others segment 2 (backward_schedules.cuh)
 //           BK = 64, 128      consumers make dv, or a warpgroup of its own does (HAS_SCORE_WARPGROUP)
-//           by_token          of a chunk, alike in all threads of the block: a flag of the first pass is set, or dS is
-//                             too large for float16 data. Every role then goes through the phases of all barriers, too
+//           by_token          of a chunk, alike in all threads of the block: it is computed token by token
+//                             (growth.cuh), since the first pass has set a flag (gates too far above 0), or dS is too
+//                             large for float16 data
 // math      per chunk of 32 tokens in four sub-chunks of 8, dS being the gradient of the state S' after it and S the
 //           state before it. Decays [K] are e^(sum of log gates g): D over all gates of the chunk, D_ij over gates j +
 //           1 to i, E_i over those up to i, L_j over those after j. RWKV-6: D_ij and E_i end with gate i - 1.
@@ -19,21 +21,22 @@
 //           the chunk before, c <- D sum_v S dS + query_sums
 //           dS <- D dS + scale sum_i E_i q_i do_i^T
 // shapes    q k g query_share dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K]; dht [N P, H, K, V], the gradients of
-//           the states at the ends of segments, of which a sequence has P; dh0 [N, H, K, V]. Float32: u, dht, dh0. From
-//           backward_queries.cu: query_share, in dg itself, which is overwritten; with `adds` an array of its own, and
-//           results are added to what dk and dg hold. query_sums [B, H, chunks, K + FLAGS]: of each channel sum_i q_i
-//           scale E_i S do_i; then FLAGS = 2 floats, bytes in truth, WarpFlags: one for each warp of consumers, 1 if
-//           the chunk is to be computed token by token. query_share may be stored divided by a power of 2, its unit:
-//           then the sum's 9 lowest bits are the unit's exponent (query_share.cuh). ends [N P, H, K], c of a segment's
-//           last chunk; checkpoints, the states S before every CHECKPOINT_EVERY-th token (states.cuh)
+//           the states at the ends of segments; dh0 [N, H, K, V]. Float32: u, dht, dh0. From backward_queries.cu:
+//             query_share   in dg's memory, which dg overwrites. With `adds` it is an array of its own, and results are
+//                           added to what dk and dg hold; with `adds_dv` dv is added to what dv holds
+//             query_sums    [B, H, chunks, K + FLAGS]: for each channel sum_i q_i scale E_i S do_i. Then the memory of
+//                           FLAGS = 2 floats, in which each warp of consumers has a byte (WarpFlags): 1 if the chunk is
+//                           by_token because of the warp's channels. query_share may be stored divided by a power of 2,
+//                           its unit: then the 9 lowest bits of the sum are the unit's exponent (query_share.cuh)
+//             ends          [N P, H, K], c of a segment's last chunk
+//             checkpoints   the states S before every CHECKPOINT_EVERY-th token (states.cuh)
 // grid      a block for every segment of a sequence and head (OneEach), or for several whole sequences (InTurn):
 //           backward_schedules.cuh. Warpgroups: one for every 64 channels (consumers); if BK = 128, one that makes A
 //           and dv; last, one that makes dA and copies chunks. If BK = 64, the last one makes A, too, and the consumers
 //           make dv. BK and BV: K and V rounded up to 64 or 128
-// smem      backward_keys_storage.cuh, which also says what overwrites each array
 // barriers  mbarriers, defined in backward_keys_storage.cuh. A chunk's way, in time, and the barriers that end steps:
-//           last warpgroup   copies q, k, g, query_share (full), v and do (arrived); makes dA and, after a wait for the
-//                            previous chunk's operands, float_v (dA_stored)
+//           last warpgroup   copies q, k, g, query_share (full), v and do (arrived); makes dA and, if TF32_READ,
+//                            float_v, a float32 copy of v, after the previous chunk's `operands` (dA_stored)
 //           consumers        wait for full, dA_stored; store decayed queries and keys, and dS for dv (operands)
 //           makers of A      wait for operands; read queries and keys within sub-chunks (within); store A (scores); if
 //                            BK = 128: store dv over v (done)
@@ -41,19 +44,41 @@
 //                            (done)
 //           last warpgroup   waits for done; copies the results to memory, and the next chunk to their place
 //           Iterations of a block count the chunks of all its segments; an iteration's stage is its number modulo
-//           STAGES, or VALUE_STAGES, and it waits for phase (number / stages) of that stage's barriers
+//           STAGES, or VALUE_STAGES, and it waits for phase (number / stages) of that stage's barriers. `operands`,
+//           `within` and `scores` have one stage: their phase is the iteration. Every thread that arrives at a barrier
+//           (a comment in the kernel counts them) does so once for each chunk, by_token or not; else the block hangs
+// smem      Who writes and who reads each array, and why the next write is safe; i is an iteration:
+//           q, k, g, query_share   Copied; read by consumers. put_within overwrites q and g once all of the warpgroup,
+//                                  for float16 all consumers, have read them (named barriers). Decayed keys overwrite
+//                                  k without a barrier: a warp reads and writes its own channels alone. dk and dg
+//                                  overwrite q and g after `within`. The next copies come after `done` (store)
+//           v, do                  Copied; read by the last warpgroup before dA_stored, by consumers. v has been read
+//                                  at `operands`: dv overwrites it. The next copies come after `done` (store)
+//           dA                     By the last warpgroup; read by consumers. Written again after `done`, as v is there
+//           float_v                By the last warpgroup, of i + 1 after `operands` of i: consumers have read it then
+//           keys_within,           By consumers; makers of A have read them at `within`, for which consumers wait
+//           self_scores            before they end i
+//           by8, by16, dS          By consumers; by8 and by16 are read for A, dS and the decayed keys for dv. In i + 1
+//                                  consumers write after `done` of i (wait_for_dv) if BK = 128. If BK = 64 they have
+//                                  waited for `scores` of i, made dv themselves, and passed a named barrier
+//           A                      By makers of A, in i + 1 after `operands`, where all consumers arrive after dv of i
+//                                  is complete, as the row above says
+//           largest, flags,        Two rows, for even and odd i. The comments at the writes say why two are enough
+//           query_sums
 // order     What compute_chunk, in `consume`, must keep, and which test fails where it does not (the emulator computes
 //           a product when it is waited for; test_compile finds operands that are overwritten before):
 //             q and g are read before put_within overwrites them           test_gradient_kernels
 //             s.dS and the product with v take dS before it is decayed     test_gradient_kernels, test_compile
-//             `down` takes back every `up`                                 test_gradient_kernels, test_large_values
+//             dS times `up`, a power of 2, is multiplied by its inverse    test_gradient_kernels, test_large_values
+//             `down` before anybody else reads it
 //             dk and dg are stored after the wait for `within`             test_gradient_kernels
-//             after a chunk by_token kept_ratio is 2^-7                    test_growth
+//             kept_ratio (numerics) is 2^-7 after a chunk by_token         test_growth
 //           Other orders change registers and latencies alone: test_compile fails where a kernel spills more
 // numerics  A and dA are tf32; dS: states.cuh. c [K] is carried from chunk to chunk, and computed anew from stored
-//           states. In a channel with D < 2^-20 (FORGOTTEN) D sum_v S dS is nearly all rounding error: it is set to 0
-//           unless it is larger than kept_ratio c. kept_ratio is infinite, but 2^-7 after the segment's first chunk
-//           by_token, or from the start if a later segment has a flag: growth may have made dS so large that it counts
+//           states. In a channel with D < 2^-20 D sum_v S dS is nearly all rounding error: it is set to 0 (is_forgotten
+//           in growth.cuh) unless it is larger than kept_ratio c. kept_ratio is infinite; it is 2^-7 (ROUNDING) after
+//           the segment's first chunk by_token, or from the start if a later segment has a flag: growth may have made
+//           dS so large that it counts
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 // instances, tests  those of backward_queries.cu
@@ -67,15 +92,20 @@
 //   each_token_pair     calls f(sub-chunk n, channel h) for the lane's pairs of tokens; token_pair_of finds a pair in
 //                       an Operand
 //   LaneChunk           numbers [n][2h + p] of a lane: sub-chunk n, its channel h, the pair's token p
-//   LaneGates           a lane's gates as left operands of depth 16, in which a sub-chunk's 8 gates stand twice: of 16
-//                       bits as they are, since the counts have log2 e in two 16-bit parts; of float32 as rounded
-//                       values and remainders. SECOND_NEGATED: the second half is negated, and so is that of the
-//                       counts, which leaves the sum. A product's four registers must differ: equal ones are copied
-//   GateCounts          right operands: how often a token's sum of gates has each gate: 0, 1, -1 (before the middle of
-//                       the sub-chunk), 1/2 or -1/2 (the middle lies before token 4, in GLA halfway through its gate)
+//   LaneGates           a lane's gates as left operands [channel, 16 depths] of products that sum gates times counts: a
+//                       sub-chunk's 8 gates are depths 0 to 7 and again 8 to 15. Gates of 16 bits are the same twice,
+//                       and the counts of both halves add up to log2 e; of float32 gates the second half has what
+//                       rounding the first to 16 bits has lost. SECOND_NEGATED: depths 8 to 15 are negated, of gates
+//                       and of counts, so that the sum stays the same. Else the operand would have equal registers,
+//                       which the compiler would copy for each product
+//   GateCounts          these counts, right operands [16 depths, token]: how often the exponent of a token's decay has
+//                       each gate. Decays within a sub-chunk are measured from its middle: in RWKV-6 the border before
+//                       token 4, in GLA halfway through the gate of token 4. A gate counts 1 between the middle and a
+//                       later token, -1 between an earlier token and the middle, gate 4 of GLA 1/2 or -1/2, others 0
 //   decays_from_*, decays_to_end: decays of tokens; decay_within, decay_queries, decay_keys: tokens times decays
 //                       (IN_FULL: not cut off to tf32); SubChunkDecays: sub[n] over sub-chunk n, after(n) from its end
 //                       to the chunk's end, all over the chunk
+//   LaneSubChunk        one sub-chunk's four numbers of a LaneChunk, [2h + p]
 //   Across              operands, or sums, of pairs of tokens in different sub-chunks. by8[x]: queries of sub-chunk
 //                       2x + 1, keys of 2x; by16[x]: queries of 2 + x, keys of x
 //   PairReader          add_queries(sum, queries, n, m): adds to the sums of keys of sub-chunk m the queries of
@@ -85,30 +115,39 @@
 //   load_operand, store_operand, store_chunk_values: move a warp's 16 of a panel's 64 channels
 // From states.cuh
 //   put_float_tile<warps>: a tile in float32; start_state_read_part, start_state_write start products that read dS or
-//     add to it
-//   scale_to_float16, QueryScale: powers of 2, `up` and its inverse `down`; QueryScale's `up` is at most 2^MOST_UP
-//   StateOperand        decayed queries as start_state_write takes them
+//     add to it; largest_of<BV>(dS): the largest magnitude of the warp's part of dS
+//   Scale {up, down}, of scale_to_float16; QueryScale, of scale_of_queries, for each of the lane's two channels: powers
+//     of 2, `up` and its inverse `down`; QueryScale's `up` is at most 2^MOST_UP
+//   StateOperand        decayed queries as start_state_write takes them; put(n, h, x, y): the lane's tokens x and y
 //   state_values        keys, rounded as they are in a product with a state
 //   scale_state, decay_state: a state times factors of channels, times decays; sum_tokens_by_shuffles,
 //     sum_earlier_tokens: sums over the tokens before each (BEFORE_TOKEN), by shuffles or on tensor cores, and over all
 //   checkpoint_at       where a stored state is; first_checkpoint: the number of the state before a segment's token 0
 // From backward_schedules.cuh
-//   Segment, segment_of<BACKWARDS>, segment_at, each_segment: what a block computes. `sequence` numbers segments: P of
-//                       each sequence; in_turn: the schedule is InTurn
+//   WorkTile            a segment of a head: `sequence`, the segment's number, of P for each sequence; head; tokens;
+//                       chunk_row, the row of query_sums of its first chunk; sequence_head = sequence * H + head
+//   Segment, segment_of<BACKWARDS>, segment_at, each_segment: what a block computes: a WorkTile, and
+//                       last_sequence_head: sequence_head of the later one of two joined segments, else of the same.
+//                       in_turn: InTurn
 //   ChunkPlaces         InTurn: next(shape, n) stores in places[n % VALUE_STAGES] where iteration n's chunk lies;
 //                       false: none left
 //   wait_for            waits for an iteration's phase of its stage's barrier
 // From backward_scores.cuh and backward_keys_storage.cuh
-//   multiply_*, put_within, put_across, put_state: products with pairs, and stores of their operands. multiply_rows: by
-//                       wgmma, so that all of the warpgroup calls it together
+//   multiply_*, put_within, put_across: products of pairs, and stores of their operands; put_state: stores dS for dv.
+//                       multiply_rows: by wgmma, so that all of the warpgroup calls it together
+//   self_scores.parts_of(stage, warp): RWKV-6: the warp's terms of q_i . u k_i, [sub-chunk][lane]; float2: two tokens
 //   score_offset        the byte offset in A of a lane's first score
 //   ChannelStage, ValueStage: a chunk's arrays of K, of V numbers, and what q, g and v hold one after the other
 //   WarpFlags           a byte for each warp of consumers, as one integer: 0 if no flag is set
 // From backward_lookups.cuh, growth.cuh and query_share.cuh
-//   computed_entry      constants of a thread, a uint4 for each Lookup: OFFSETS, x and y of set_pairs_within, z of
-//                       PairReader; FROM_MIDDLE; MASKS, x and y the right operand of sum_earlier_tokens, z
-//                       identity_of_lane(). s.lookups has the first LOOKUPS of them, where registers are too few.
-//                       LookedUpCounts: the GateCounts of FROM_MIDDLE and of w of the other two
+//   computed_entry      constants of a thread, a uint4 for each Lookup:
+//                         OFFSETS       x, y: of set_pairs_within; z: of PairReader; w: a mask of GateCounts, of
+//                                       queries
+//                         FROM_MIDDLE   counts in decays from the middle; x, y: of queries; z, w: of keys
+//                         MASKS         x, y: right operand of sum_earlier_tokens; z: identity_of_lane(); w: a mask of
+//                                       GateCounts, of keys
+//                       s.lookups has the first LOOKUPS of these entries, where registers are too few. LookedUpCounts:
+//                       the GateCounts, made of FROM_MIDDLE, OFFSETS.w and MASKS.w
 //   compute_keys_by_token: a chunk token by token; channel_sum: the sum over the four lanes of equal lane / 4
 //   add_query_share(dg, ...): adds query_share, and a term of each channel, by a product with an identity matrix, of
 //                       which identity_of_lane() is this lane's register
@@ -131,6 +170,7 @@ template <typename T, typename G, int BK> constexpr bool TF32_READ = IS_FLOAT16<
 // Whether a warpgroup of its own makes A and dv. With BK = BV = 64 a multiprocessor has two blocks, too many for it.
 template <int BK> constexpr bool HAS_SCORE_WARPGROUP = BK == 128;
 constexpr int SCORE_WARPS = 4;  // of that warpgroup
+static_assert(NUM_SUBCHUNKS == 4 && SCORE_WARPS == 4, "make_A: a warp a sub-chunk; add_pairs_across names them");
 template <int BK> constexpr int CONSUMERS = 2 * BK;
 template <int BK> constexpr int THREADS = CONSUMERS<BK> + (HAS_SCORE_WARPGROUP<BK> ? 256 : 128);
 // The largest magnitude of dS for which float16 products are used. They take dS times a power of 2 that makes its
@@ -155,8 +195,8 @@ __device__ __forceinline__ bool computes_by_token(const Shared& s, int iteration
 }
 
 // Whether a flag is set among those that thread `thread` of COUNT reads. The threads together read the flags of all
-// chunks of the sequence's later segments. They read all segments at the same time: one segment after the other would
-// take a memory latency each.
+// chunks of the sequence's later segments. Threads are divided among the segments, `threads_each` for one, and read
+// all at the same time: one segment after the other would take a memory latency each.
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool later_segment_grows(const Args<T, G>& args, int thread) {
   const i64 last = segment_of<BACKWARDS>(args.shape, args.P, args.joined).last_sequence_head, H = args.shape.H;
@@ -326,8 +366,8 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
-  // count: with InTurn, the chunks whose copies this warp has started: at least STAGES from `iteration` on, while
-  // there are. So all warps agree whether a chunk follows: whether iteration + 1 < count.
+  // count: with InTurn, how many chunks this warp has started to copy. It is always STAGES chunks ahead or more, or has
+  // started the block's last one. So all warps agree whether a chunk follows: whether iteration + 1 < count.
   static_assert(STAGES >= 2 && VALUE_STAGES >= STAGES);
   int lane = threadIdx.x & 31, count = 0;
   // Where the chunk of an iteration lies: token_of is its first token in place_of. With InTurn place_of starts at the
@@ -343,14 +383,14 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   // first column, whether to add to what the array holds]). All lanes arrive at the barrier of fetch_chunk, whose phase
   // ends when the bytes are there; store_chunk returns when the tiles may be overwritten.
   const auto fetch = [&](int iteration) {
-    const int stage = iteration % STAGES;
-    // v, do: copied earlier, so move_chunks begins with STAGES - VALUE_STAGES; `stage`, maybe < 0, and `in` are unused.
+    const int stage = iteration % STAGES;  // not of warp 1, whose first iterations are below 0
+    // v and do, warp 1's, have VALUE_STAGES stages: so they are copied so many iterations earlier.
     if (warp == 1) iteration += VALUE_STAGES - STAGES;
     if constexpr (Schedule::in_turn) {
       if (!s.places[warp].next(args.shape, iteration)) return;
       ++count;
     } else if (iteration * CHUNK >= tokens) return;
-    ChannelStage<T, G, BK>& in = s.channels[stage];
+    ChannelStage<T, G, BK>& in = s.channels[stage];  // not used by warp 1
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     MBarrier& barrier = warp == 1 ? s.arrived[iteration % VALUE_STAGES] : s.full[stage];
     fetch_chunk(barrier, place_of(iteration), token_of(iteration), [&](auto f) {
@@ -406,7 +446,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     // that chunk's `done`, at which consumers arrive after they and the makers of A have read the row.
     if (channel < BK) s.query_sums[iteration & 1][channel] = query_sum;
     if (channel == 0) s.flags[iteration & 1] = flags;
-    fence_proxy_async();
+    fence_proxy_async();  // orders float_v before the consumers' wgmma that reads it
     mbarrier_arrive(s.dA_stored[iteration % VALUE_STAGES]);
   };
   if constexpr (Schedule::in_turn) s.places[warp].begin(args.shape);
@@ -504,8 +544,8 @@ __device__ __forceinline__ void sum_over_queries(Across& sums, const Across& que
 }
 
 // Adds to dk the terms of dS and of other sub-chunks' queries. from_state: dS v_j; over_queries: of sum_over_queries;
-// to_end: decays of keys to their sub-chunk's end. For queries of 2 and 3 keys of sub-chunk 0 decay over sub-chunk 1,
-// too.
+// to_end: decays of keys to their sub-chunk's end. On the way to queries of sub-chunks 2 and 3, keys of sub-chunk 0
+// decay over sub-chunk 1, too.
 __device__ __forceinline__ void add_pairs_across(LaneChunk& dk, const Values& from_state, const Across& over_queries,
                                                  const LaneChunk& to_end, const SubChunkDecays& decays) {
   each_token_pair([&](int n, int h) {
@@ -567,11 +607,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if (args.dht && inside[h] && !is_joined) carried[h] = args.ends[segment.sequence_head * K + channel + 8 * h];
   }
 
-  const auto wait_for_dv = [&](u32 iteration) {  // dv of the previous iteration is complete: s.dS has been read
+  // Waits until dv of the previous iteration is complete: then s.dS, by8, by16 and A have been read.
+  const auto wait_for_dv = [&](u32 iteration) {
     if (HAS_SCORE_WARPGROUP<BK> && iteration) wait_for(s.done, iteration - 1);
   };
-  // Computes a chunk. Returns false if it must be computed token by token: before, it has waited, set s.largest, and
-  // computed `carried` anew where a state is stored, no more.
+  // Computes a chunk. Returns false if it must be computed token by token. Then it has waited for the chunk's `full`
+  // and dA_stored, set s.largest, and computed `carried` anew where a state is stored; it has arrived nowhere.
   const auto compute_chunk = [&](u32 iteration, int token) {
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
@@ -582,6 +623,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       const int checkpoint = first_checkpoint(args.shape, segment) + next / CHECKPOINT_EVERY;
       sum_from_checkpoint<BK, BV>(carried, checkpoint_at<BK, BV>(args.checkpoints, checkpoint), dS);
     }
+    // Two rows are enough: this row's last readers, of iteration - 2, arrived at `within`, where this thread waited.
     if (IS_FLOAT16<T>) s.largest[iteration & 1][warp] = largest_of<BV>(dS);
     wait_for(s.full, iteration);  // q, k, g and query_share are in shared memory
     LaneGates<G, SECOND_NEGATED> gates;
@@ -616,7 +658,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       if constexpr (TF32_READ<T, G, BK>) start_state_read_part<BV>(from_state, columns, dS, s.float_v, n);
       else
         start_state_read_part<BV>(from_state, columns, dS, values.v, n,
-                                  [&](int tile, const u32(&two)[4]) {  // stores dS for dv
+                                  [&](int tile, const u32(&two)[4]) {  // stores dS for dv: 16 columns, 2048 bytes
                                     if (!HAS_SCORE_WARPGROUP<BK>)
                                       stmatrix_x4_trans(at_byte_offset(s.dS[warpgroup], offset + 2048 * tile), two);
                                   });
@@ -645,7 +687,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     // from the chunk's start would leave float16's range: they, and dS while they are added, are multiplied by `up`.
     const bool first_gate_strong = first_gate_is_strong<ReadOrder, T>(from_start);
     QueryScale query_scale;
-    float to_state[2] = {scale, scale};
+    float to_state[2] = {scale, scale};  // the factor of queries, for each channel
     if (first_gate_strong) {
       query_scale = scale_of_queries<ReadOrder, T>(from_start);
       scale_state<BV>(dS, query_scale.up[0], query_scale.up[1]);
