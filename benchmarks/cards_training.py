@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/cards_training.py [--size 12x768@16x1024] [--steps 20] [--out ROWS.json]
     mpiexec -n 2 python benchmarks/cards_training.py --device cpu --size 2x64@8x64 --steps 4
 
-A size is layers x width @ batch x context, as in `rwkv6_training.py`. The first rank trains it alone while the others
+A size is layers x width @ batch x context, as in `rwkv_training.py`. The first rank trains it alone while the others
 rest; then all train
 
     same batch      the same batch, of which each has a part
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import devices
 import numpy as np
-from rwkv6_training import settings_of, text
+from rwkv_training import settings_of, text
 
 from linattn_np import distributed
 from linattn_np.models.training import Training

@@ -133,26 +133,36 @@ def test_fla_gets_the_same_weights_of_rwkv7(load, rng):
 def trainings():
     row = {"size": "4x256@64x512", "ms": 6.6, "tokens_per_s": 5e6, "matrix_rate_share": 0.15, "memory_gib": 2.5}
     rows = [row | {"who": "linattn-np"}, row | {"who": "fla", "tokens_per_s": 2.5e6}]
-    return {"device": "a card", "matrix_rate": 790e12, "rows": rows}
+    return {"device": "a card", "date": "2026-01-02", "matrix_rate": 790e12, "rows": rows}
 
 
 def test_trainings_beside_their_peer(load):
-    speeds = load("rwkv6_training_table").speeds
+    speeds = load("rwkv_training_table").speeds
     found, text = trainings(), speeds(trainings())
     assert speeds(trainings() | {"note": "Seen once."}).split("\n\n")[0].endswith("Seen once.")
     assert "| 4x256, 64x512 | fla | 6.6 | 2,500,000 | 15% | 2.5 | 0.50 |" in text and "not faster in any row" in text
+    assert "in the same run." in text and "tuned over at most 6 " in " ".join(speeds(found | {"tuned_over": 6}).split())
     found["rows"][1]["tokens_per_s"] = 1e7
     assert "Peers that are faster: fla (4x256, 64x512, 2.00 times)." in " ".join(speeds(found).split())
     found["rows"][1] = {"size": "4x256@64x512", "who": "fla", "skipped": "ImportError: no fla"}
     assert "not measured: ImportError: no fla" in speeds(found)
 
 
+def test_a_size_that_is_not_measured_is_kept_with_its_day(load, tmp_path):
+    earlier, kept = tmp_path / "earlier.json", load("rwkv_training").kept
+    earlier.write_text(json.dumps(trainings() | {"curve": {"size": "4x256@64x512"}, "tuned_over": 6}))
+    assert kept(None, "a card", []) == kept(earlier, "another card", []) == {"rows": [], "curve": {}}
+    assert kept(earlier, "a card", ["4x256@64x512"])["rows"] == []
+    found = trainings() | {"date": "2026-01-03"} | kept(earlier, "a card", ["12x768@16x1024"])
+    assert found["curve"] and "| 4x256, 64x512 | fla, 2026-01-02 | 6.6 |" in load("rwkv_training_table").speeds(found)
+
+
 def test_a_trainings_size_is_read(load):
-    settings = load("rwkv6_training").settings_of("12x768@16x1024", 5)
+    settings = load("rwkv_training").settings_of("12x768@16x1024", 5)
     assert (settings.layers, settings.width, settings.batch, settings.context) == (12, 768, 16, 1024)
 
 
 def test_the_trainings_page_has_the_measured_table(load):
-    page = load("rwkv6_training_table")
+    page = load("rwkv_training_table")
     found = [json.loads(path.read_text()) for path in sorted(page.RESULTS.glob("*.json"))]
     assert found and all(page.speeds(result) in page.PAGE.read_text() for result in found)

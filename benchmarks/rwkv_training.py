@@ -1,14 +1,15 @@
 """RWKV's training on the GPU: tokens/s, the share of the card's matrix rate, memory, and the peer's in the same run.
 
-    python benchmarks/rwkv6_training.py [--version 7] [--sizes 12x768@16x1024 ...] [--steps 20] [--curve 300]
-                                        [--no-peer] [--out FILE]
+    python benchmarks/rwkv_training.py [--version 7] [--sizes 12x768@16x1024 ...] [--steps 20] [--curve 300]
+                                       [--curve-size 4x256@64x512] [--no-peer] [--tuned-over 6] [--keep FILE]
+                                       [--out FILE]
 
 A size is layers x width @ batch x context. A step is all that a training does: the batch from the text, loss,
 gradients, clipping, AdamW; times are between GPU events, the median of five samples of `--steps` steps each. The share
 is of 6 operations a parameter and token over the card's dense bfloat16 rate. Memory is what the libraries have taken
-from the device. The text is this package's own source. The peer (`rwkv6_training_peer.py`), which is RWKV-6's alone,
-starts from the same weights, reads the same batches and has the same learning rates, so that the losses can be laid
-over each other.
+from the device. The text is this package's own source. The peer (`rwkv_training_peer.py`) starts from the same weights,
+reads the same batches and has the same learning rates, so that the losses can be laid over each other. Its first step
+tunes its kernels for minutes, with `--tuned-over` over so many of their configurations.
 """
 
 import argparse
@@ -19,9 +20,11 @@ import statistics
 import sys
 from pathlib import Path
 
+import peers
+import run
+
 from linattn_np.models.devices import on_host
 from linattn_np.models.training import Settings, Training
-from linattn_np.models.training_steps import BETAS, CLIP
 from linattn_np.models.versions import VERSIONS
 
 RATES = {"H100": 790e12, "H200": 790e12}  # operations a second in bfloat16 that cuBLAS has been seen to reach at best
@@ -40,11 +43,15 @@ def main():
     if rate is None:
         sys.exit(f"{card}: its matrix rate is not known here, expected one of {', '.join(RATES)}")
     print(f"RWKV-{args.version}, {card}, CuPy {cupy.__version__}", flush=True)
-    kind, peer = VERSIONS[args.version], args.version == 6 and not args.no_peer
-    result = {"version": args.version, "device": card, "matrix_rate": rate, "note": args.note, "rows": [], "curve": {}}
+    kind, peer = VERSIONS[args.version], not args.no_peer
+    result = {"version": args.version, "device": card, "date": run.today(), "matrix_rate": rate, "note": args.note}
+    result |= kept(args.keep, card, args.sizes)
+    if peer and args.tuned_over:
+        result["tuned_over"] = args.tuned_over
+        peers.tune_over(args.tuned_over)
     if args.curve:  # before any row: what does not learn alike is not worth a time
-        result["curve"]["size"] = CURVE
-        for name, losses in curves(kind, args.curve, peer):
+        result["curve"] = {"size": args.curve_size}
+        for name, losses in curves(kind, args.curve_size, args.curve, peer):
             result["curve"][name] = losses
             print("loss", name, losses[:: len(losses) // 4] if isinstance(losses, list) else losses, flush=True)
             store(result, args.out)
@@ -53,6 +60,15 @@ def main():
             result["rows"].append(row := {"size": size, "who": name, **row})
             print(row, flush=True)
             store(result, args.out)
+
+
+def kept(path, card, sizes) -> dict:
+    """The rows of other sizes in an earlier file of this card, each with its day, and the curve."""
+    earlier = json.loads(Path(path).read_text()) if path else {"device": None}
+    if earlier["device"] != card:
+        return {"rows": [], "curve": {}}
+    rows = [{"date": earlier["date"]} | row for row in earlier["rows"] if row["size"] not in sizes]
+    return {"rows": rows, "curve": earlier["curve"]}
 
 
 def store(result, path):
@@ -67,8 +83,11 @@ def arguments():
     parser.add_argument("--sizes", nargs="+", default=SIZES)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--curve", type=int, default=300, help="steps whose losses are kept, 0 for none")
+    parser.add_argument("--curve-size", default=CURVE, help="what they are losses of (default: %(default)s)")
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--tuned-over", type=int, metavar="N", help="configurations of a kernel that the peer tries")
     parser.add_argument("--note", default="", help="a sentence for the table: what was unusual while this was measured")
+    parser.add_argument("--keep", metavar="FILE", help="an earlier file, whose rows of other sizes to keep")
     parser.add_argument("--out")
     return parser.parse_args()
 
@@ -115,15 +134,13 @@ class Ours:
 class Theirs:
     """From the weights, with the batches and the learning rates of `ours`, which is at its start and freed."""
 
-    def __init__(self, ours):
+    def __init__(self, kind, ours):
         import torch
-        from rwkv6_training_peer import Peer
+        from rwkv_training_peer import Peer
 
         self.torch, self.training = torch, ours.training
-        settings, weights = self.training.settings, self.training.layout.named(ours.start)
-        matrices = {name for name in weights if VERSIONS[6].version.is_matrix(name)}
         torch.cuda.reset_peak_memory_stats()
-        self.peer = Peer(weights, matrices, settings.layers, settings.weight_decay, BETAS, CLIP)
+        self.peer = Peer(kind, self.training.layout.named(ours.start), self.training.settings)
 
     def step(self):
         one = self.training
@@ -155,17 +172,17 @@ def rows(kind, size, steps, rate, peer):
     ours = Ours(kind, settings)
     yield "linattn-np", measured(ours, steps, rate)
     if peer:
-        yield "fla", attempted(lambda: measured(Theirs(ours), steps, rate))
+        yield "fla", attempted(lambda: measured(Theirs(kind, ours), steps, rate))
     if size == RECOMPUTED:
         yield "linattn-np, recomputed", measured(Ours(kind, settings, recompute=True), steps, rate)
 
 
-def curves(kind, steps, peer):
+def curves(kind, size, steps, peer):
     """(who, the losses of every step)."""
-    ours = Ours(kind, settings_of(CURVE, steps))
+    ours = Ours(kind, settings_of(size, steps))
     yield "linattn-np", learned(ours, steps)
     if peer:
-        yield "fla", attempted(lambda: learned(Theirs(ours), steps))
+        yield "fla", attempted(lambda: learned(Theirs(kind, ours), steps))
 
 
 def attempted(measure):
