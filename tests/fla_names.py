@@ -47,6 +47,22 @@ def rwkv6_to_fla(weights):
     return made | {name: array for name, array in weights.items() if name.endswith("time_state")}
 
 
+def with_narrow_keys(weights, K):
+    """An RWKV-6's official `weights` with K channels of keys in each head, as fla's `expand_k` makes them. No official
+    file has fewer of keys than of values."""
+    (H, N), found = weights["blocks.0.att.time_faaaa"].shape, dict(weights)
+    channels = np.arange(H * N).reshape(H, N)[:, :K].ravel()
+    for name, x in weights.items():
+        match name.rpartition(".att.")[2]:
+            case "time_faaaa":
+                found[name] = x[:, :K]
+            case "time_decay" | "time_decay_w2":
+                found[name] = x[..., channels]
+            case "key.weight" | "receptance.weight":
+                found[name] = x[channels]
+    return found
+
+
 def rwkv7_to_fla(weights, packed=False):
     """What fla's converter makes of an RWKV-7, step by step."""
     made = {}

@@ -36,8 +36,11 @@ def logits_and_state(weights, tokens):
         name: np.asarray(array, np.float64).squeeze() if "time_maa_w2" not in name else np.asarray(array, np.float64)
         for name, array in weights.items()
     }
-    H, N = np.shape(weights["blocks.0.att.time_faaaa"])
-    layers = [Layer(w, f"blocks.{i}", H, N) for i in range(sum(name.endswith("ln1.weight") for name in w))]
+    H, K = np.shape(weights["blocks.0.att.time_faaaa"])  # fla's keys may have fewer channels than values
+    layers = [
+        Layer(w, f"blocks.{i}", H, K, len(w["ln_out.weight"]) // H)
+        for i in range(sum(name.endswith("ln1.weight") for name in w))
+    ]
     rows = []
     for token in tokens:
         x = layer_norm(w["emb.weight"][token], w, "blocks.0.ln0")
@@ -50,9 +53,9 @@ def logits_and_state(weights, tokens):
 
 
 class Layer:
-    def __init__(self, w, name, H, N):
+    def __init__(self, w, name, H, K, N):
         self.w, self.name = w, name
-        self.S = np.swapaxes(w.get(f"{name}.att.time_state", np.zeros((H, N, N))), 1, 2)
+        self.S = np.swapaxes(w.get(f"{name}.att.time_state", np.zeros((H, N, K))), 1, 2)
         self.att_before = self.ffn_before = np.zeros(H * N)
 
     def __call__(self, x):
@@ -60,7 +63,7 @@ class Layer:
         return x + self.channel_mix(layer_norm(x, self.w, f"{self.name}.ln2"))
 
     def time_mix(self, x):
-        w, att, (H, N, _) = self.w, f"{self.name}.att", self.S.shape
+        w, att, (H, K, N) = self.w, f"{self.name}.att", self.S.shape
         d, self.att_before = self.att_before - x, x
         low = np.tanh((x + d * w[f"{att}.time_maa_x"]) @ w[f"{att}.time_maa_w1"].reshape(H * N, -1)).reshape(5, -1)
         mixed = {
@@ -68,14 +71,14 @@ class Layer:
             for n, mix in enumerate("wkvrg")
         }
         r, k, v = (
-            (w[f"{att}.{name}.weight"] @ mixed[name[0]]).reshape(H, N) for name in ("receptance", "key", "value")
+            (w[f"{att}.{name}.weight"] @ mixed[name[0]]).reshape(H, -1) for name in ("receptance", "key", "value")
         )
         g = w[f"{att}.gate.weight"] @ mixed["g"]
         low = np.tanh(mixed["w"] @ w[f"{att}.time_decay_w1"].reshape(H * N, -1))
-        z = w[f"{att}.time_decay"] + low @ w[f"{att}.time_decay_w2"].reshape(-1, H * N)
-        decay = np.exp(-np.exp(z)).reshape(H, N)
+        z = w[f"{att}.time_decay"] + low @ w[f"{att}.time_decay_w2"].reshape(-1, H * K)
+        decay = np.exp(-np.exp(z)).reshape(H, K)
         kv = k[:, :, None] * v[:, None]
-        u = w[f"{att}.time_faaaa"].reshape(H, N)
+        u = w[f"{att}.time_faaaa"].reshape(H, K)
         o = np.einsum("hk,hkv->hv", r, self.S + u[:, :, None] * kv)
         self.S = decay[:, :, None] * self.S + kv
         o = (o - o.mean(-1, keepdims=True)) / np.sqrt(o.var(-1, keepdims=True) + w.get("norm_eps", EPS)[1])

@@ -6,18 +6,22 @@ import re
 import numpy as np
 import pytest
 from fla_names import rwkv6_to_fla as to_fla
+from fla_names import with_narrow_keys
 from literal_rwkv6 import logits_of
 from safetensors.numpy import save_file
 
 from linattn_np import ContractError
 from linattn_np.models import RWKV6, checkpoint, matrices
 from linattn_np.models.checkpoint import CheckpointError
+from linattn_np.models.fine_tuning import Base, Whole
 from linattn_np.models.rwkv import cpu_layers
 from linattn_np.models.rwkv import names as rwkv_names
 from linattn_np.models.rwkv6 import names
+from linattn_np.models.training import Settings, Training
 
 SIZES = {"1": 1, "5": 5, "V": 11, "D": 16, "H": 2, "N": 8, "5A": 15, "A": 3, "W": 4, "F": 24}
 LAYERS = 3
+SMALL = {"layers": LAYERS, "width": 16, "head_size": 8, "batch": 2, "context": 8, "steps": 3}  # of a training
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "tuned"])
@@ -134,7 +138,8 @@ def test_eps_tied_heads_and_absent_biases(naming, config, eps, loops, rng, tmp_p
     "field, value",
     [
         ("hidden_act", "relu"),
-        ("expand_k", 0.5),
+        ("expand_k", 0.5),  # of other keys than the weights have
+        ("expand_k", "1"),
         ("expand_v", 2),
         ("norm_first", False),
         ("attn", {"layers": [1]}),
@@ -146,6 +151,58 @@ def test_a_config_that_asks_for_what_is_not_computed(weights, field, value):
     with pytest.raises(ContractError, match=f"RWKV6: config.json.*{field}"):
         RWKV6(to_fla(weights), config={"norm_eps": 1e-5, field: value})
     RWKV6(weights, config={field: value})  # official names have no config
+
+
+@pytest.fixture
+def narrow(weights):
+    """The same with 3 channels of keys in each head, for 8 of values."""
+    return with_narrow_keys({name: x for name, x in weights.items() if "time_state" not in name}, 3)
+
+
+@pytest.mark.parametrize("loops", [True, False], ids=["Numba", "NumPy"])
+@pytest.mark.parametrize("expand_k", [0.375, None])
+def test_flas_keys_with_fewer_channels_than_values(expand_k, loops, narrow, monkeypatch):
+    """fla's `expand_k` below 1, as is its default; without it in the config the shapes tell."""
+    monkeypatch.setattr(cpu_layers, "has_loops", lambda: loops)
+    tokens = [1, 2, 3, 4]
+    wanted = logits_of(narrow | {"norm_eps": np.array([1e-3, 1e-3])}, tokens)
+    config = FLA_CONFIG | FIELDS | FLA_FIELDS | ({} if expand_k is None else {"expand_k": expand_k})
+    model = RWKV6(to_fla(narrow), config=config)
+    whole, state = model.forward([tokens[:3]])
+    step, _ = model.forward([tokens[3:]], state)
+    np.testing.assert_allclose(np.concatenate([whole, step], 1)[0], wanted, rtol=0, atol=1e-4)
+    assert not state.wkv[..., 3:, :].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_channels_that_keys_lack_stay_0_in_fewer_bits(dtype, narrow):
+    wide, _ = RWKV6.parameters(to_fla(narrow), FLA_CONFIG)
+    model = RWKV6(wide, dtype=dtype)
+    _, state = model.forward([[1, 2, 3]])
+    logits, _ = model.forward([[4]], state)
+    assert np.isfinite(logits).all() and state.wkv[..., :3, :].all() and not state.wkv[..., 3:, :].any()
+
+
+def test_a_training_keeps_the_channels_that_keys_lack_at_0(narrow, tmp_path):
+    base = Base.of(to_fla(narrow), FLA_CONFIG)
+    training = Training(np.arange(200) % 11, Settings(**SMALL), kind=Whole(base))
+    for _ in range(3):
+        training.step()
+    training.save_model(tmp_path / "model.safetensors")
+    trained = checkpoint.read(tmp_path / "model.safetensors")
+    for part, heads in (("key.weight", (2, 8, 16)), ("receptance.weight", (2, 8, 16)), ("time_faaaa", (2, 8))):
+        found = trained[f"blocks.1.att.{part}"].reshape(heads)
+        assert found[:, :3].all() and not found[:, 3:].any()
+    RWKV6.from_file(tmp_path / "model.safetensors").forward([[1, 2]])
+
+
+@pytest.mark.parametrize("expand_k, complaint", [(0.5, "6 channels of keys for 16"), (0, "a number above 0")])
+def test_keys_of_other_sizes_than_the_config_says(expand_k, complaint, weights, narrow):
+    with pytest.raises(ContractError, match=f"RWKV6.*config.json.* expand_k .*{complaint}"):
+        RWKV6(to_fla(narrow), config=FLA_CONFIG | {"expand_k": expand_k})
+    more = to_fla(weights) | {f"model.layers.{i}.attn.bonus": np.ones((2, 9), np.float32) for i in range(LAYERS)}
+    with pytest.raises(ContractError, match="expand_k 1.125, expected at most 1: keys have as many channels as values"):
+        RWKV6(more, config=FLA_CONFIG)
 
 
 FIELDS = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS}

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import EmulatedDevice
+from fla_names import rwkv6_to_fla, with_narrow_keys
 from test_decode_kernels import (
     DTYPES,
     LIMIT,
@@ -118,6 +119,20 @@ def test_logits_and_states_are_the_cpus(on_cuda, kind, lengths, dtype, rng):
     assert relative_error(found, wanted, -1).max() <= 2 * limit
     for part, wanted_part in zip(state.arrays, wanted_state.arrays):
         close(host(part), wanted_part, limit)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 9])
+def test_flas_keys_with_fewer_channels_than_values(on_cuda, batch, dtype, rng):
+    """fla's `expand_k` below 1: such keys are as wide as values on the device, with zeros."""
+    named = rwkv6_to_fla(with_narrow_keys(random_weights(RWKV6, rng, dtype), SMALL["N"] // 2))
+    tokens, config = rng.integers(0, SMALL["V"], (batch, 5)), {"norm_eps": 1e-4, "expand_k": 0.5}
+    reference = RWKV6(named, config=config)
+    found, state = in_calls(on_cuda(named, dtype, config=config), tokens, [3, 1, 1])
+    wanted, wanted_state = in_calls(reference, tokens, [3, 1, 1])
+    close(found, wanted, tolerance(dtype))
+    assert not host(state.wkv)[..., SMALL["N"] // 2 :, :].any() and wanted_state.wkv.any()
 
 
 @pytest.mark.pairwise

@@ -50,6 +50,7 @@ def with_fla_config(version, weights, config) -> dict:
     for field, wanted in version.fla_fields.items():
         if (value := config.get(field, wanted)) != wanted:
             version.refuse(f"config.json has {field} {shown(value)}, expected {shown(wanted)}: no other is computed")
+    weights = version.fla_complete(weights, config)
     layer_eps = positive(version, config, "norm_eps", version.fla_eps)
     eps = np.array([layer_eps, layer_eps * version.fla_group_eps_factor(weights)])
     biases = {}

@@ -90,6 +90,8 @@ class Version:
     naming : a function of the weights in a file. It returns (the prefix of block names in the file, a function of an
         official name, which returns (the name in the file, the function that converts the file's array))
     foreign_parts : a function of the weights in a file. It returns {part of a name: the version that has such names}
+    fla_complete : a function of weights with flash-linear-attention's names, and of their config. It returns weights by
+        these names in shapes that `naming` can convert
     fla_fields : {field of flash-linear-attention's config: the only value that is supported}
     fla_sizes : {field of flash-linear-attention's config: the axis whose size it is}
     fla_eps : flash-linear-attention's eps of norms if its config has none
@@ -108,6 +110,7 @@ class Version:
     fla_sizes: dict[str, str]
     fla_eps: float
     fla_group_eps_factor: Callable[[Mapping], float]
+    fla_complete: Callable[[Mapping, Mapping], Mapping] = lambda weights, config: weights
     first_layer_lacks: frozenset[str] = frozenset()
 
     # -- refusals ----------------------------------------------------------------------------------------------------

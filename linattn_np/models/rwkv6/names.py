@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 
+import numpy as np
+
+from ..number_checks import checked_number
 from ..rwkv.names import (
     as_row,
     block_prefix,
@@ -85,6 +88,55 @@ FLA_NAMES = {
 }
 
 
+# Of an attention of fla: the arrays with rows for the channels of keys.
+OF_KEYS = ("bonus", "r_proj.linear.weight", "k_proj.linear.weight", "w_proj.linear.lora.2.weight")
+OF_KEYS = (*OF_KEYS, "w_proj.linear.lora.2.bias")
+
+
+def with_wide_keys(weights: Mapping, config: Mapping) -> Mapping:
+    """`weights` with fla's names, with as many channels of keys as of values: fla has fewer if `expand_k` is below 1.
+
+    Each head gets channels of 0 in r, k, the decay and the bonus. No logit changes: nothing is written to their rows of
+    the state, and nothing is read from them. Their gradients are 0, so that no training changes them.
+    """
+    wide = {}
+    for name, bonus in weights.items():
+        attention = name.removesuffix("bonus")
+        values = weights.get(f"{attention}v_proj.linear.weight")
+        if not name.endswith(".attn.bonus") or values is None or (bonus.ndim, values.ndim) != (2, 2):
+            continue
+        (H, K), (rows, D) = bonus.shape, values.shape
+        check_expand_k(config, H * K, D)
+        if H and rows % H == 0 and K < rows // H:
+            arrays = {part: weights[attention + part] for part in OF_KEYS if attention + part in weights}
+            wide |= {attention + part: widened(x, H, K, rows // H, D) for part, x in arrays.items()}
+    return {**weights, **wide}
+
+
+def widened(x, H, K, N, D):
+    """x, whose rows are H heads of K channels, with heads of N; the others are 0. The bonus has the heads as an axis.
+    Any other x is returned unchanged, as one with rows of more than D numbers, which no model has."""
+    x = np.asarray(x)
+    is_bonus = x.shape == (H, K)
+    columns = () if is_bonus else x.shape[1:]
+    if not is_bonus and (x.shape[:1] != (H * K,) or len(columns) > 1 or max(columns, default=0) > D):
+        return x
+    y = np.zeros((H, N, *columns), x.dtype)
+    y[:, :K] = x.reshape(H, K, *columns)
+    return y if is_bonus else y.reshape(H * N, *columns)
+
+
+def check_expand_k(config, channels, D):
+    """ContractError if the config's `expand_k` is not that of keys of so many channels, or above 1. Without it the
+    shapes tell."""
+    expand = config.get("expand_k", channels / max(1, D))
+    expand = checked_number(VERSION.owner, "config.json's expand_k", expand, "a number above 0", lambda x: x > 0)
+    if int(D * expand) != channels:
+        VERSION.refuse(f"config.json has expand_k {expand:g}, but the weights have {channels} channels of keys for {D}")
+    if channels > D:
+        VERSION.refuse(f"config.json has expand_k {expand:g}, expected at most 1: keys have as many channels as values")
+
+
 def web_rwkv_naming(name):
     """(web-rwkv's name of an official one, the conversion of its array): its low-rank matrices are (out, in), and its
     vectors [D]."""
@@ -129,8 +181,9 @@ VERSION = Version(  # its fields are explained in `rwkv.version`
     layer=LAYER,  # the arrays of a layer, each made of parameters of a block
     naming=naming,
     foreign_parts=lambda weights: {} if is_web_rwkv(weights) else OTHER_VERSIONS,
-    fla_fields={"hidden_act": "sqrelu", "expand_k": 1, "expand_v": 1, "norm_first": True, "attn": None},
+    fla_complete=with_wide_keys,
+    fla_fields={"hidden_act": "sqrelu", "expand_v": 1, "norm_first": True, "attn": None},
     fla_sizes=FLA_SIZES | {"num_heads": "H", "proj_low_rank_dim": "A", "gate_low_rank_dim": "W"},
-    fla_eps=1e-6,
+    fla_eps=1e-5,
     fla_group_eps_factor=lambda weights: 1,  # the group norm has the eps of the layer norms
 )
