@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import fill
 
 import rwkv6_synthetic
-from rwkv6_training import RATES
+from rwkv_training import RATES
 
 ROOT = Path(__file__).parents[1]
 README, PAGE, RESULTS = ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
