@@ -432,6 +432,25 @@ def device(request, backends):
     return made(request.param, backends).device
 
 
+every_version = functools.partial(pytest.fixture, params=[6, 7], ids="RWKV{}".format)
+
+
+@every_version()
+def kind(request):
+    """The class of a version's models: a test that asks for it runs with every version."""
+    from linattn_np.models.versions import VERSIONS
+
+    return VERSIONS[request.param]
+
+
+@every_version(scope="module")
+def austen(request):
+    """A version's small model of Jane Austen's novels."""
+    from linattn_np import models
+
+    return models.load(models.austen(request.param))
+
+
 @pytest.fixture
 def hopper(device):
     """Where plans take Hopper's own kernels."""

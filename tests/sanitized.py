@@ -17,11 +17,10 @@ from unittest import mock
 
 import numpy as np
 from reference import DECAYS, draw, draw_states
-from test_decode_kernels import SIZES, SMALL, squared_product, synthetic
+from test_decode_kernels import SIZES, SMALL, decoder_of, random_weights, squared_product
 from test_delta_on_hopper import call as delta_call
 from test_delta_on_hopper import drawn as delta_tokens
 from test_delta_on_hopper import gradients as delta_gradients
-from test_rwkv_on_cuda import random_weights
 from test_training_kernels import SEEDS, adamw, model, on_device
 
 from linattn_np import (
@@ -66,8 +65,6 @@ from linattn_np.declarations import STEPS as DECLARED_STEPS
 from linattn_np.dispatch import summarise
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.models import RWKV6, RWKV7
-from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
-from linattn_np.models.rwkv7 import cuda_decode as cuda_decode7
 
 DOUBLE, HALF, SINGLE = (np.dtype(t) for t in (np.float64, np.float16, np.float32))
 DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))
@@ -357,11 +354,11 @@ EIGHT_BITS = np.dtype(np.int8)
 def decoding(rng, device):
     """A model's steps: all layers in one launch, of as many weights as go around a block's ring; in several; and beyond
     128 sequences, where cuBLAS multiplies int8."""
-    few, wide, around = (synthetic(rng, sizes, BFLOAT16) for sizes in (SMALL, SIZES["wide heads"], SIZES["odd"]))
-    seven, seven_of_64 = (random_weights(RWKV7, rng, BFLOAT16, 128, N) for N in (16, 64))
+    few, wide, around = ((RWKV6, SIZES[sizes]) for sizes in ("small", "wide heads", "odd"))
+    seven, seven_of_64 = ((RWKV7, SIZES["wide heads"] | {"H": 128 // N, "N": N}) for N in (16, 64))
     decoders = (
-        (cuda_decode7.CudaDecoder if "blocks.0.att.r_k" in weights else CudaDecoder)(weights, dtype, B, device)
-        for weights, dtype, B in (
+        decoder_of(kind, random_weights(kind, rng, BFLOAT16, sizes), dtype, B, device)
+        for (kind, sizes), dtype, B in (
             (seven_of_64, BFLOAT16, 1),
             (seven, SINGLE, 1),
             (seven_of_64, EIGHT_BITS, 1),

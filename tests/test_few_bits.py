@@ -2,35 +2,30 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
+from functools import cache
 
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import PATIENCE
 from literal_rwkv6 import moved_by_rounding
 from reference import rms
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
+from test_command import called
+from test_rwkv_versions import LITERAL
 
 import linattn_np
-from linattn_np import ContractError, NotSupported
-from linattn_np.models import RWKV6, Batch, Sampling, checkpoint, helper_threads, matrices
+from linattn_np import ContractError, NotSupported, models
+from linattn_np.models import Batch, Sampling, checkpoint, helper_threads, matrices
 from linattn_np.models.files import write_arrays
 from linattn_np.models.helper_threads import Board
-from linattn_np.models.rwkv6.parameters import Layout
 
 pytest.importorskip("numba", reason="matrices of few bits are multiplied by Numba's loops")
 from linattn_np.models import matrix_loops  # they import Numba
 from linattn_np.models.rwkv import numba_loops
 
-ROOT = Path(__file__).parents[1]
-AUSTEN = ROOT / "examples" / "data" / "austen-x060"
-QUANTISE = ROOT / "examples" / "quantise.py"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}  # the package under test
 FEW_BITS = ("bfloat16", "int8", "int4")
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4.5}
 # Of products, relative; int4's numbers come with an offset, which cancels.
@@ -46,14 +41,17 @@ def helped(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
 
 
-@pytest.fixture(scope="module")
-def austen():
-    return {dtype: RWKV6.from_file(AUSTEN / "model.safetensors", dtype=dtype) for dtype in matrices.FORMATS}
+@pytest.fixture
+def path(kind):
+    return models.austen(kind.version.number)
+
+
+loaded = cache(models.load)
 
 
 @pytest.fixture
-def weights(rng):
-    layout = Layout(Layout.sizes_of(layers=2, width=48, head_size=16, vocabulary=70))
+def weights(kind, rng):
+    layout = kind.layout(kind.layout.sizes_of(layers=2, width=48, head_size=16, vocabulary=70))
     return layout.named((layout.initial(0) + 0.2 * rng.standard_normal(layout.size)).astype(np.float32))
 
 
@@ -235,16 +233,17 @@ def test_a_board_says_when_it_is_over(size):
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
-def test_steps_of_more_sequences_than_the_loops_read_float32_for(weights, rng):
+def test_steps_of_more_sequences_than_the_loops_read_float32_for(kind, weights, rng):
     """BLAS multiplies these, as many sequences' as it does a prompt's tokens."""
     weights |= {f"blocks.{i}.att.time_state": rng.standard_normal((3, 16, 16), np.float32) for i in range(2)}
-    model, count = RWKV6(weights, dtype="float32"), matrices.MOST_BY_LOOPS + 3
+    model, count = kind(weights, dtype="float32"), matrices.MOST_BY_LOOPS + 3
     tokens, together, alone = rng.integers(0, 70, (count, 2)), None, [None] * count
     for part in tokens.T:
         logits, together = model.forward(part[:, None], together)
         singles = [model.forward([[token]], state) for token, state in zip(part, alone)]
         alone = [state for _, state in singles]
-    moved = rms([moved_by_rounding(weights, row, rng, draws=2)[0] for row in tokens])
+    literal = LITERAL[kind].logits_and_state
+    moved = rms([moved_by_rounding(weights, row, rng, draws=2, literal=literal)[0] for row in tokens])
     error = rms([x - single[0, 0] for x, (single, _) in zip(logits[:, 0], singles, strict=True)])
     assert error <= 6 * moved  # in 240 draws the logarithm of their ratio was .41 +- .12, and the ratio 2.2 at most
 
@@ -256,31 +255,33 @@ def loss(model, tokens):
 
 
 @pytest.mark.parametrize("dtype, limit", [("bfloat16", 1e-5), ("int8", 0.005), ("int4", 0.04)])
-def test_loss_on_the_examples_text(austen, dtype, limit):
+def test_loss_on_the_examples_text(path, dtype, limit):
     """Of the example's model, whose checkpoint is in bfloat16."""
-    tokens = np.load(AUSTEN / "golden.npz")["prompt"].tolist()
-    assert loss(austen[dtype], tokens) == pytest.approx(loss(austen["float32"], tokens), rel=limit)
+    tokens = np.load(path.with_name("golden.npz"))["prompt"].tolist()
+    found, wanted = (loss(loaded(path, dtype=one), tokens) for one in (dtype, "float32"))
+    assert found == pytest.approx(wanted, rel=limit)
 
 
 @pytest.mark.parametrize("dtype", matrices.FORMATS)
-def test_any_split_gives_the_same_logits_and_state(austen, dtype):
-    tokens = [list(b"It is a truth universally acknowledged")]
-    wanted, wanted_state = austen[dtype].forward(tokens)
+def test_any_split_gives_the_same_logits_and_state(path, dtype):
+    model, tokens = loaded(path, dtype=dtype), [list(b"It is a truth universally acknowledged")]
+    wanted, wanted_state = model.forward(tokens)
     for first in (1, 7, 37):
-        logits, state = austen[dtype].forward([tokens[0][:first]])
+        logits, state = model.forward([tokens[0][:first]])
         for token in tokens[0][first:]:
-            logits, state = austen[dtype].forward([[token]], state)
+            logits, state = model.forward([[token]], state)
         close(logits[0, -1], wanted[0, -1], 1e-4)
         for part, its in zip(state.arrays, wanted_state.arrays):
             close(part, its, 1e-4)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", matrices.FORMATS)
 @pytest.mark.parametrize("slots", [2, 6, 20])
-def test_join_and_leave(austen, dtype, slots):
+def test_join_and_leave(path, dtype, slots):
     """Sequences write what each writes alone, whoever is beside it, in a step of few and of many."""
     prompts = [b"Miss Woodh", b"Captain Went", b"Mr. Knight", *[b"Lady Russ"] * 17][:slots]
-    model, alone = austen[dtype], {}
+    model, alone = loaded(path, dtype=dtype), {}
     for prompt in set(prompts):
         batch = Batch(model, 1)
         (slot,) = batch.join([prompt], GREEDY)
@@ -304,9 +305,9 @@ def test_join_and_leave(austen, dtype, slots):
 
 
 @pytest.mark.parametrize("dtype", matrices.FORMATS)
-def test_what_is_said_of_it(austen, dtype):
-    model = austen[dtype]
-    assert repr(model) == f"RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, {dtype} on cpu)"
+def test_what_is_said_of_it(path, kind, dtype):
+    model = loaded(path, dtype=dtype)
+    assert repr(model) == f"{kind.__name__}(4 layers, 256 channels, 4 heads of 64, 256 tokens, {dtype} on cpu)"
     assert repr(model.layers) == f"NumbaLayers(4 layers, {dtype}, {model.layers.nbytes:,} bytes)"
     assert (
         repr(model.layers.model_weights.head)
@@ -336,90 +337,79 @@ def no_numba():
     matrices.loops.cache_clear()
 
 
-def test_the_default_is_the_checkpoints(weights):
-    assert RWKV6(weights).layers.dtype == "float32"
+def test_the_default_is_the_checkpoints(kind, weights, path):
+    assert kind(weights).layers.dtype == "float32"
     half = {name: array.astype(np.float16) for name, array in weights.items()}
-    assert RWKV6(half).layers.dtype == "float32"
-    assert RWKV6.from_file(AUSTEN / "model.safetensors").layers.dtype == "bfloat16"
+    assert kind(half).layers.dtype == "float32"
+    assert loaded(path).layers.dtype == "bfloat16"
 
 
-def test_without_numba_all_is_float32(weights):
+def test_without_numba_all_is_float32(kind, weights, path):
     with no_numba():
-        model = RWKV6.from_file(AUSTEN / "model.safetensors")
+        model = kind.from_file(path)
         assert repr(model.layers) == "NumpyLayers(4 layers, float32)"
         with pytest.raises(NotSupported, match="fewer than 32 bits need Numba on the CPU, pip install 'linattn-np"):
-            RWKV6(weights, dtype="int8")
+            kind(weights, dtype="int8")
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", FEW_BITS)
-def test_a_quantised_file_is_the_same_model(dtype, tmp_path):
-    path, weights = tmp_path / "few.safetensors", checkpoint.read(AUSTEN / "model.safetensors")
-    write_arrays(path, RWKV6.quantise(weights, dtype))
-    model, tokens = RWKV6.from_file(path), [list(b"Emma was")]
+def test_a_quantised_file_is_the_same_model(path, kind, dtype, tmp_path):
+    few, weights = tmp_path / "few.safetensors", checkpoint.read(path)
+    write_arrays(few, kind.quantise(weights, dtype))
+    model, tokens = kind.from_file(few), [list(b"Emma was")]
     assert model.layers.dtype == dtype
-    np.testing.assert_array_equal(model.forward(tokens)[0], RWKV6(weights, dtype=dtype).forward(tokens)[0])
-    wide = RWKV6.from_file(path, dtype="float32")  # with the matrices of low rank in bfloat16
+    np.testing.assert_array_equal(model.forward(tokens)[0], kind(weights, dtype=dtype).forward(tokens)[0])
+    wide = kind.from_file(few, dtype="float32")  # with the matrices of low rank in bfloat16
     close(wide.forward(tokens)[0], model.forward(tokens)[0], 1e-4 if dtype == "bfloat16" else 1e-2)
-    write_arrays(path, RWKV6.quantise(checkpoint.read(path), dtype))  # once more changes little
-    close(RWKV6.from_file(path).forward(tokens)[0], model.forward(tokens)[0], 0.1)
+    write_arrays(few, kind.quantise(checkpoint.read(few), dtype))  # once more changes little
+    close(kind.from_file(few).forward(tokens)[0], model.forward(tokens)[0], 0.1)
 
 
 @pytest.mark.parametrize(
     "change, complaint",
     [
-        ({"head.weight.scales": np.ones(3, np.float32)}, r"scales' is float32 \(3,\), expected float32 \(256,\)"),
-        ({"head.weight.scales": np.ones(256, np.float16)}, r"is float16 \(256,\), expected float32"),
-        ({"head.weight.scales": np.full(256, np.nan, np.float32)}, "has numbers that are not finite"),
-        ({"head.weight": np.ones((256, 256), np.int16)}, "'head.weight' is int16 with 2 axes and has scales"),
-        ({"head.weight": np.ones((2, 256, 256), np.int8)}, "'head.weight' is int8 with 3 axes and has scales"),
-        ({"head.weight": np.ones((256, 255), np.int8)}, r"head.weight is \(256, 255\), expected"),
+        ({"head.weight.scales": np.ones(3, np.float32)}, r"scales' is float32 \(3,\), expected float32 \(70,\)"),
+        ({"head.weight.scales": np.ones(70, np.float16)}, r"is float16 \(70,\), expected float32"),
+        ({"head.weight.scales": np.full(70, np.nan, np.float32)}, "has numbers that are not finite"),
+        ({"head.weight": np.ones((70, 48), np.int16)}, "'head.weight' is int16 with 2 axes and has scales"),
+        ({"head.weight": np.ones((2, 70, 48), np.int8)}, "'head.weight' is int8 with 3 axes and has scales"),
+        ({"head.weight": np.ones((70, 47), np.int8)}, r"head.weight is \(70, 47\), expected"),
         ({"neck.weight.scales": np.ones(3, np.float32)}, "'neck.weight.scales' are the scales of no matrix"),
     ],
 )
-def test_files_that_are_refused(change, complaint, tmp_path):
-    stored = RWKV6.quantise(checkpoint.read(AUSTEN / "model.safetensors"), "int8")
-    path = tmp_path / "few.safetensors"
-    write_arrays(path, stored | change)
-    with pytest.raises(ContractError, match=f"{path}: .*{complaint}"):
-        RWKV6.from_file(path)
+def test_files_that_are_refused(kind, weights, change, complaint, tmp_path):
+    few = tmp_path / "few.safetensors"
+    write_arrays(few, kind.quantise(weights, "int8") | change)
+    with pytest.raises(ContractError, match=f"{few}: .*{complaint}"):
+        kind.from_file(few)
 
 
-def test_a_file_without_its_scales_is_refused(tmp_path):
-    stored = RWKV6.quantise(checkpoint.read(AUSTEN / "model.safetensors"), "int4")
-    path = tmp_path / "few.safetensors"
-    write_arrays(path, {name: array for name, array in stored.items() if name != "head.weight.scales"})
-    with pytest.raises(ContractError, match=f"{path}: .*head.weight"):
-        RWKV6.from_file(path)
+def test_a_file_without_its_scales_is_refused(kind, weights, tmp_path):
+    few, stored = tmp_path / "few.safetensors", kind.quantise(weights, "int4")
+    write_arrays(few, {name: array for name, array in stored.items() if name != "head.weight.scales"})
+    with pytest.raises(ContractError, match=f"{few}: .*head.weight"):
+        kind.from_file(few)
 
 
-# -- the example ------------------------------------------------------------------------------------------------------
-def quantise(*arguments):
-    return subprocess.run(
-        [sys.executable, str(QUANTISE), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=ENVIRONMENT,
-        check=False,
-    )
-
-
+# -- the command ------------------------------------------------------------------------------------------------------
 @pytest.fixture
-def novel(tmp_path):
-    path = tmp_path / "novel.txt"
-    path.write_bytes(bytes(np.load(AUSTEN / "golden.npz")["prompt"].tolist()))
-    return path
+def novel(path, tmp_path):
+    novel = tmp_path / "novel.txt"
+    novel.write_bytes(bytes(np.load(path.with_name("golden.npz"))["prompt"].tolist()))
+    return novel
 
 
-def test_the_example_writes_a_file_and_tells_the_loss(novel, tmp_path):
+def test_quantise_writes_a_file_and_tells_the_loss(path, kind, novel, tmp_path, capsys):
     out = tmp_path / "few.safetensors"
-    done = quantise("--dtype", "int4", "--out", out, "--text", novel)
-    assert done.returncode == 0, done.stderr
-    said, wrote = done.stderr.splitlines()
+    code, _, err = called(capsys, "quantise", "--model", path, "--dtype", "int4", "--out", out, "--text", novel)
+    assert code == 0, err
+    said, wrote = err.splitlines()
     before, after = (float(said.split(f"{word} ")[1].split(",")[0].split(" ")[0]) for word in ("before", "after"))
     assert before < after < 1.05 * before and said.endswith("on 160 tokens")
-    assert wrote.startswith(f"wrote {out}, 3.1 MB of 8.1") and "head.weight.scales" in load_file(out)
+    sizes = {6: "3.1 MB of 8.1", 7: "2.8 MB of 7.4"}
+    assert wrote.startswith(f"wrote {out}, {sizes[kind.version.number]}") and "head.weight.scales" in load_file(out)
 
 
 @pytest.mark.parametrize(
@@ -431,10 +421,10 @@ def test_the_example_writes_a_file_and_tells_the_loss(novel, tmp_path):
         (["--out=few.safetensors", "--model={empty}"], "is empty"),
     ],
 )
-def test_what_the_example_refuses(novel, tmp_path, arguments, complaint):
+def test_what_quantise_refuses(path, novel, tmp_path, capsys, arguments, complaint):
     model, empty = tmp_path / "model.safetensors", tmp_path / "empty.safetensors"
-    save_file(load_file(AUSTEN / "model.safetensors"), model)
+    model.write_bytes(path.read_bytes())
     empty.write_bytes(b"")
     arguments = [argument.format(model=model, empty=empty) for argument in arguments]
-    done = quantise("--dtype=int8", f"--model={model}", f"--text={novel}", *arguments)
-    assert done.returncode == 2 and complaint in done.stderr and done.stderr.count("\n") == 1
+    code, _, err = called(capsys, "quantise", "--dtype=int8", f"--model={model}", f"--text={novel}", *arguments)
+    assert code == 2 and complaint in err and err.count("\n") == 1

@@ -6,7 +6,6 @@ import re
 import tracemalloc
 import zipfile
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,21 +13,15 @@ from checkpoint_files import zipped_pth
 from safetensors.numpy import save_file
 
 from linattn_np import ContractError
-from linattn_np.models import RWKV6, Batch, Sampling, State
+from linattn_np.models import Batch, Sampling, State
 from linattn_np.models.prompt_reading import read
 from linattn_np.models.sampling import complaints, draw_each, likeliest
 
-AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
 PROMPTS = [
     b"It is a truth universally",
     b"E",
     b"Mr. Knightley, a sensible man about seven or eight-and-thirty, was not only",
 ]
-
-
-@pytest.fixture(scope="module")
-def austen():
-    return RWKV6.from_file(AUSTEN)
 
 
 # -- packed prompts and slots -----------------------------------------------------------------------------------------
@@ -74,7 +67,7 @@ def test_slots_touch_their_rows_only(austen):
 def test_rows_that_are_refused(austen, arguments, complaint):
     if "state" in arguments:
         arguments = {**arguments, "state": austen.initial_state(2)}
-    with pytest.raises(ContractError, match=f"RWKV6: {complaint}"):
+    with pytest.raises(ContractError, match=f"{austen.version.owner}: {complaint}"):
         austen.forward([[1, 2, 3]], **arguments)
 
 
@@ -326,7 +319,7 @@ def test_a_state_is_checked_wherever_it_enters(austen, change, complaint):
         enters += [lambda state: austen.forward([[1]], state), lambda state: read(austen, b"a", state)]
         enters += [lambda state: Batch(austen, 2).join([b"a"], Sampling(), [state])]
     for enter in enters:
-        with pytest.raises(ContractError, match=f"RWKV6: {complaint}"):
+        with pytest.raises(ContractError, match=f"{austen.version.owner}: {complaint}"):
             enter(state)
 
 

@@ -4,23 +4,20 @@ number."""
 import numpy as np
 import planned
 import pytest
-from test_rwkv_on_cuda import random_weights, versions
+from test_decode_kernels import decoder_of, random_weights
 
 from linattn_np import gla, linear_attention, softmax_attention
 from linattn_np.backends.cupy import softmax_tiles
 from linattn_np.declarations import GLA_VALUE_GATE, LINEAR_ATTENTION, SOFTMAX_ATTENTION
-from linattn_np.models import RWKV6
-from linattn_np.models.rwkv6.cuda_decode import CudaDecoder as CudaDecoder6
-from linattn_np.models.rwkv7.cuda_decode import CudaDecoder as CudaDecoder7
 
 
-@versions
+@pytest.mark.pairwise
 @pytest.mark.parametrize("B", [1, 3, 9])
 def test_relu_squared_of_a_model(device, kind, B, rng):
     """One row of a key matrix of the channel mix is NaN, and so is one hidden number, and with it every logit."""
     weights = random_weights(kind, rng)
     weights["blocks.0.ffn.key.weight"][5] = np.nan
-    decoder = (CudaDecoder6 if kind is RWKV6 else CudaDecoder7)(weights, np.float32, B, device)
+    decoder = decoder_of(kind, weights, np.float32, B, device)
     logits = decoder.step(device.upload(rng.integers(0, decoder.sizes["V"], B)), decoder.initial_state())
     assert np.isnan(planned.host(logits)).all()
 

@@ -7,12 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from test_decode_kernels import DTYPES, LIMIT, begun, close, decoded, uploaded
+from test_decode_kernels import DTYPES, LIMIT, begun, close, decoded, decoder_of, uploaded
 
 from linattn_np.models import RWKV6, RWKV7
 from linattn_np.models.rwkv import cuda_decoder
-from linattn_np.models.rwkv6.cuda_decode import CudaDecoder as CudaDecoder6
-from linattn_np.models.rwkv7.cuda_decode import CudaDecoder as CudaDecoder7
 
 OF_ALL = {"1": 1, "5": 5, "V": 50, "N": 64}
 SIZES = {
@@ -51,9 +49,9 @@ def weights_of_any_dtype(version, sizes, rng):
 @pytest.mark.parametrize("B", [1, 8])
 def test_a_step_is_the_cpus(hopper, monkeypatch, model, dtype, B, rng):
     monkeypatch.setattr(cuda_decoder, "PHASE_BLOCKS", MULTIPROCESSORS)
-    kind, decoder_class = (RWKV6, CudaDecoder6) if model.startswith("RWKV-6") else (RWKV7, CudaDecoder7)
+    kind = RWKV6 if model.startswith("RWKV-6") else RWKV7
     weights, tokens = weights_of_any_dtype(kind.version, SIZES[model], rng), rng.integers(0, OF_ALL["V"], (B, 1))
-    reference, decoder = kind(weights), decoder_class(weights, dtype, B, hopper)
+    reference, decoder = kind(weights), decoder_of(kind, weights, dtype, B, hopper)
     state = begun(reference, B, rng)
     found = decoded(decoder, hopper, tokens, uploaded(state, hopper))
     close(found, reference.forward(tokens, state)[0], LIMIT)

@@ -1,7 +1,5 @@
-"""RWKV models on CUDA: prompts by the layers, steps by `CudaDecoder`, one set of weights; on the emulated device too.
-
-What knows of a version is tested with both; what all have in common, with RWKV-6.
-"""
+"""RWKV models of every version on CUDA: prompts by the layers, steps by `CudaDecoder`, one set of weights; on the
+emulated device too."""
 
 import copy
 import pickle
@@ -18,18 +16,16 @@ from emulator import EmulatedDevice
 from fla_names import rwkv6_to_fla, with_narrow_keys
 from test_decode_kernels import (
     DTYPES,
-    LIMIT,
     SIZES,
     SMALL,
     begun,
     close,
-    decoded,
+    decoder_of,
     host,
     in_eight_bits,
+    random_weights,
     relative_error,
-    synthetic,
 )
-from test_rwkv_versions import layout_of
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.array_kinds import BFLOAT16
@@ -37,20 +33,10 @@ from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.device import CupyDevice
 from linattn_np.backends.cupy.execute import OneAllocation
 from linattn_np.backends.cupy.rwkv7_model_kernels import TimeMixOfHeads
-from linattn_np.models import RWKV6, RWKV7, Batch, Sampling, State, austen, checkpoint
+from linattn_np.models import RWKV6, Batch, Sampling, State, austen, checkpoint
 from linattn_np.models.rwkv import cuda_decoder, cuda_prompts
-from linattn_np.models.rwkv6.cuda_decode import CudaDecoder as CudaDecoder6
-from linattn_np.models.rwkv7.cuda_decode import CudaDecoder as CudaDecoder7
 
 HALF = np.dtype(np.float16)
-
-
-@pytest.fixture
-def kind():
-    return RWKV6
-
-
-versions = pytest.mark.parametrize("kind", [RWKV6, RWKV7], ids=lambda kind: kind.__name__)
 
 
 @pytest.fixture
@@ -76,20 +62,6 @@ def on_cuda(device, kind, monkeypatch):
     return lambda weights, dtype=None, **how: kind(weights, "cuda", dtype, **how)
 
 
-def random_weights(kind, rng, dtype=np.float32, width=SMALL["D"], head_size=SMALL["N"], layers=2):
-    """Random weights, rounded to `dtype`; RWKV-6's are of two layers and have the sizes SMALL.
-
-    Decays are slow, as trained ones are: after ten tokens a state that has begun (see `begun`) still has its beginning.
-    """
-    if kind is RWKV6:
-        weights = synthetic(rng, SMALL, dtype)
-        decays = {name: weights[name] - 3 for name in weights if name.endswith("time_decay")}
-        return weights | {name: decay.astype(dtype).astype(np.float32) for name, decay in decays.items()}
-    layout = layout_of(kind, vocabulary=SMALL["V"], layers=layers, width=width, head_size=head_size)
-    vector = layout.initial(0) + 0.2 * rng.standard_normal(layout.size)
-    return layout.named(vector.astype(dtype).astype(np.float32))
-
-
 def in_calls(model, tokens, lengths, start=None):
     """Host logits [B, T, V] and the state, `tokens` [B, T] given in calls of `lengths`; from a state on the host."""
     state, logits = None if start is None else model.on_device(start.copy()), []
@@ -105,7 +77,6 @@ def tolerance(dtype):
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", [[9], [1] * 5, [7, 1, 1, 3, 1]], ids=str)
 def test_logits_and_states_are_the_cpus(on_cuda, kind, lengths, dtype, rng):
@@ -122,9 +93,10 @@ def test_logits_and_states_are_the_cpus(on_cuda, kind, lengths, dtype, rng):
 
 
 @pytest.mark.pairwise
+@pytest.mark.parametrize("kind", [RWKV6])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("batch", [1, 9])
-def test_flas_keys_with_fewer_channels_than_values(on_cuda, batch, dtype, rng):
+def test_keys_of_flas_rwkv6_with_fewer_channels_than_values(on_cuda, batch, dtype, rng):
     """fla's `expand_k` below 1: such keys are as wide as values on the device, with zeros."""
     named = rwkv6_to_fla(with_narrow_keys(random_weights(RWKV6, rng, dtype), SMALL["N"] // 2))
     tokens, config = rng.integers(0, SMALL["V"], (batch, 5)), {"norm_eps": 1e-4, "expand_k": 0.5}
@@ -136,7 +108,6 @@ def test_flas_keys_with_fewer_channels_than_values(on_cuda, batch, dtype, rng):
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("lengths", [[5], [4, 1]], ids=str)
 def test_hidden_states_are_the_cpus(on_cuda, kind, lengths, rng):
     weights, tokens = random_weights(kind, rng), rng.integers(0, SMALL["V"], (2, 5))
@@ -154,9 +125,9 @@ def test_hidden_states_are_the_cpus(on_cuda, kind, lengths, rng):
     close(model.to_host(found), wanted, 1e-5)
 
 
-@pytest.mark.parametrize("kind", [RWKV6, pytest.param(RWKV7, marks=pytest.mark.exhaustive)])
+@pytest.mark.pairwise(half="device")
 def test_logits_are_the_golden_ones(on_cuda, kind):
-    path = austen({RWKV6: 6, RWKV7: 7}[kind])
+    path = austen(kind.version.number)
     model = on_cuda(checkpoint.read(path))
     with np.load(path.with_name("golden.npz")) as file:
         prompt, wanted = file["prompt"][None, :24], file["logits"][:24]
@@ -164,9 +135,9 @@ def test_logits_are_the_golden_ones(on_cuda, kind):
         close(in_calls(model, prompt, lengths)[0][0], wanted, limit)
 
 
-@pytest.mark.pairwise(half="device")
-def test_a_saved_state_goes_on_with_the_same_bits(on_cuda, rng, tmp_path):
-    model = on_cuda(synthetic(rng, SMALL))
+@pytest.mark.pairwise
+def test_a_saved_state_goes_on_with_the_same_bits(on_cuda, kind, rng, tmp_path):
+    model = on_cuda(random_weights(kind, rng))
     _, state = model.forward([[1, 2, 3]])
     state.save(tmp_path / "state.npz")
     loaded = model.on_device(State.load(tmp_path / "state.npz"))
@@ -175,27 +146,30 @@ def test_a_saved_state_goes_on_with_the_same_bits(on_cuda, rng, tmp_path):
         np.testing.assert_array_equal(host(model.forward(tokens, loaded)[0]), host(wanted))
 
 
+def changed(D, N):
+    return SMALL | {"D": D, "H": D // N, "N": N}
+
+
+# A step's threads hold a part of a wide head's state, and read the rest twice.
 @pytest.mark.pairwise
-@pytest.mark.parametrize("kind", [RWKV7])
-@pytest.mark.parametrize("width, head_size", [(24, 12), (128, 64), (128, 128)])
-def test_rwkv7_of_other_sizes(on_cuda, kind, width, head_size, rng):
-    """A step's threads hold a part of a wide head's state, and read the rest twice."""
-    weights, tokens = random_weights(kind, rng, np.float32, width, head_size), rng.integers(0, SMALL["V"], (2, 4))
+@pytest.mark.parametrize("sizes", [SIZES["wide heads"], SIZES["odd"], changed(24, 12), changed(128, 128)], ids=str)
+@pytest.mark.parametrize("lengths", [[37], [2, 1, 1]], ids=str)
+def test_other_sizes(on_cuda, sizes, lengths, kind, rng):
+    weights, tokens = random_weights(kind, rng, sizes=sizes), rng.integers(0, 50, (2, sum(lengths)))
     reference = kind(weights)
     start = begun(reference, 2, rng)
-    found, state = in_calls(on_cuda(weights), tokens, [2, 1, 1], start)
-    wanted, wanted_state = in_calls(reference, tokens, [2, 1, 1], start)
+    found, state = in_calls(on_cuda(weights), tokens, lengths, start)
+    wanted, wanted_state = in_calls(reference, tokens, lengths, start)
     close(found, wanted, 1e-5)
     for part, wanted_part in zip(state.arrays, wanted_state.arrays):
         close(host(part), wanted_part, 1e-5)
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("kind", [RWKV7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("B", [1, 3, 9])
-def test_rwkv7_of_one_layer(on_cuda, kind, dtype, B, rng):
-    """The file of such a model has no v0, v1 and v2, which the first layer lacks."""
+def test_one_layer(on_cuda, kind, dtype, B, rng):
+    """The file of such an RWKV-7 has no v0, v1 and v2, which the first layer lacks."""
     weights, tokens = random_weights(kind, rng, dtype, layers=1), rng.integers(0, SMALL["V"], (B, 4))
     reference = kind(weights)
     start = begun(reference, B, rng)
@@ -207,15 +181,14 @@ def test_rwkv7_of_one_layer(on_cuda, kind, dtype, B, rng):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("kind", [RWKV7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("state_dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
-@pytest.mark.parametrize("few", [0, TimeMixOfHeads.FEW])  # rows of the state in shared memory, or all in registers
+@pytest.mark.parametrize("few", [0, TimeMixOfHeads.FEW])  # of RWKV-7: rows in shared memory, or all in registers
 @pytest.mark.parametrize("B", [3, 20, 70])
-def test_rwkv7_steps_of_heads_of_64_channels(on_cuda, kind, dtype, state_dtype, few, B, rng, monkeypatch):
+def test_steps_of_heads_of_64_channels(on_cuda, kind, dtype, state_dtype, few, B, rng, monkeypatch):
     """From states as they are stored: these are rounded once, and logits as if they were not."""
     monkeypatch.setattr(TimeMixOfHeads, "FEW", few)
-    weights, slots = random_weights(kind, rng, dtype, 128, 64), rng.permutation(B + 2)[:B]
+    weights, slots = random_weights(kind, rng, dtype, changed(128, 64)), rng.permutation(B + 2)[:B]
     model, reference = on_cuda(weights, dtype, state_dtype=state_dtype), kind(weights)
     wanted_pool = reference.initial_state(B + 2)
     for part in wanted_pool.arrays:
@@ -230,61 +203,7 @@ def test_rwkv7_steps_of_heads_of_64_channels(on_cuda, kind, dtype, state_dtype, 
         close(host(part).astype(np.float32), wanted_part, limit + rounded)
 
 
-RWKV7_SIZES = {  # more and fewer tiles, or heads, than blocks; an input in halves; ranks beyond what a thread holds
-    "small": {"D": 64, "H": 4, "N": 16, "F": 256, "W": 8, "A": 8, "G": 16, "Q": 8},
-    "odd": {"D": 80, "H": 20, "N": 4, "F": 8208, "W": 5, "A": 24, "G": 33, "Q": 2},
-    "wide heads": {"D": 128, "H": 2, "N": 64, "F": 512, "W": 32, "A": 160, "G": 288, "Q": 16},
-    "widest heads": {"D": 256, "H": 1, "N": 256, "F": 96, "W": 40, "A": 20, "G": 70, "Q": 3},
-    "stages": {"D": 1040, "H": 5, "N": 208, "F": 96, "W": 8, "A": 8, "G": 16, "Q": 8},  # of weights in registers
-}
-
-
 @pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype(np.int8)], ids=str)
-@pytest.mark.parametrize("state_dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
-@pytest.mark.parametrize("sizes", RWKV7_SIZES)
-@pytest.mark.parametrize("blocks", [16, 70])
-def test_one_sequence_of_rwkv7_of_any_size(hopper, monkeypatch, blocks, sizes, state_dtype, dtype, rng):
-    """A row of a pool, from a state as it is stored: this is rounded after every token, and logits are as if not."""
-    monkeypatch.setattr(cuda_decoder, "PHASE_BLOCKS", blocks)
-    sizes = RWKV7_SIZES[sizes] | {"V": 51, "1": 1}
-    weights = {}
-    for name, axes in RWKV7.version.parameter_axes(3).items():
-        shape = [sizes[axis] for axis in axes.split()]
-        low_rank, matrix = name[-1] in "12", name.endswith(".weight") and len(shape) == 2
-        scale = shape[-2 if low_rank else -1] ** -0.5 if low_rank or matrix else 0.5
-        weights[name] = scale * rng.standard_normal(shape)
-        weights[name] = weights[name].astype(np.float32 if dtype == np.int8 else dtype).astype(np.float32)
-    decoder = CudaDecoder7(weights, dtype, 1, hopper, state_dtype=state_dtype)
-    assert decoder.kernel
-    reference = RWKV7(in_eight_bits(weights) if dtype == np.int8 else weights)
-    state, wanted_state = decoder.initial_state(3), reference.initial_state(1)
-    for part, wanted_part in zip(state.arrays, wanted_state.arrays):
-        part[...] = 7
-        wanted_part[...] = rng.standard_normal(wanted_part.shape).astype(part.dtype)
-        part[:, 1] = hopper.upload(wanted_part[:, 0].astype(part.dtype))
-    tokens = rng.integers(0, sizes["V"], (1, 3))
-    for column in tokens.T:
-        found = decoded(decoder, hopper, column[None], state, [1])
-        wanted, wanted_state = reference.forward(column[None], wanted_state)
-        close(found, wanted, LIMIT)
-        for part, wanted_part in zip(state.arrays, wanted_state.arrays):
-            assert (host(part)[:, ::2] == 7).all()
-            rounded = ml_dtypes.finfo(part.dtype).eps / 2 if part.dtype == BFLOAT16 else 0
-            close(host(part)[:, 1].astype(np.float32), wanted_part[:, 0], LIMIT + rounded)
-            wanted_part[:, 0] = host(part)[:, 1].astype(np.float32)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("sizes", ["wide heads", "odd"])
-def test_prompts_of_other_sizes(on_cuda, sizes, rng):
-    weights, tokens = synthetic(rng, SIZES[sizes]), rng.integers(0, 50, (3, 37))
-    found, _ = on_cuda(weights).forward(tokens)
-    close(host(found), RWKV6(weights).forward(tokens)[0], 1e-5)
-
-
-@pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("dtype", [np.float32, HALF], ids=str)
 def test_packed_prompts_and_slots_are_the_cpus(on_cuda, kind, dtype, rng):
     weights, bounds, slots = random_weights(kind, rng, dtype), [0, 3, 4, 9], [4, 0, 2]
@@ -309,7 +228,6 @@ def test_packed_prompts_and_slots_are_the_cpus(on_cuda, kind, dtype, rng):
 
 
 @pytest.mark.pairwise
-@versions
 def test_a_row_of_a_pool_is_updated_in_place(on_cuda, kind, rng):
     """It is not contiguous, and a plan of prompts alike may have met a state that is."""
     model = on_cuda(random_weights(kind, rng))
@@ -322,10 +240,11 @@ def test_a_row_of_a_pool_is_updated_in_place(on_cuda, kind, rng):
         assert not host(part)[:, [0, 2]].any()
 
 
-def test_prompts_packed_alike_share_their_plans(on_cuda, rng, monkeypatch):
+@pytest.mark.pairwise
+def test_prompts_packed_alike_share_their_plans(on_cuda, kind, rng, monkeypatch):
     """Whatever their tokens and states are."""
-    weights, bounds = random_weights(RWKV6, rng), [0, 4, 9]
-    model, reference = on_cuda(weights), RWKV6(weights)
+    weights, bounds = random_weights(kind, rng), [0, 4, 9]
+    model, reference = on_cuda(weights), kind(weights)
     wanted_state = begun(reference, 2, rng)
     state = model.on_device(wanted_state.copy())
     for n in range(3):
@@ -338,7 +257,6 @@ def test_prompts_packed_alike_share_their_plans(on_cuda, rng, monkeypatch):
 
 
 @pytest.mark.pairwise
-@versions
 def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, kind, rng, monkeypatch):
     """The second time; of other tokens and states, and to the same logits."""
     weights, lengths = random_weights(kind, rng), [4, 5]
@@ -360,7 +278,6 @@ def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, kind, rn
     assert graphs[0] > 10 * len(model.layers.decoder.layers)
 
 
-@versions
 @pytest.mark.parametrize("B", [1, 8, 9, 64])
 def test_a_step_takes_the_shared_memory_of_any_card(kind, B, rng):
     """Of cards of compute capability 8.6, 8.9 and 12.0, where a block has 99 KB, which the emulator does not check."""
@@ -372,13 +289,11 @@ def test_a_step_takes_the_shared_memory_of_any_card(kind, B, rng):
             assert smem <= self.shared_per_block, kernel
             return lambda: None
 
-    decoder_class = {RWKV6: CudaDecoder6, RWKV7: CudaDecoder7}[kind]
-    decoder = decoder_class(random_weights(kind, rng), np.float32, B, Card())
+    decoder = decoder_of(kind, random_weights(kind, rng), np.float32, B, Card())
     decoder.step(np.zeros(B, np.int64), decoder.initial_state())
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("calls", [[9], [1, 1]], ids=str)
 def test_float16_holds_large_squares_and_outputs(on_cuda, kind, calls, rng):
     """The channel mix's squares and the recurrence's output pass 65,504, where float16 ends; the logits do not."""
@@ -386,7 +301,7 @@ def test_float16_holds_large_squares_and_outputs(on_cuda, kind, calls, rng):
     for i in range(2):
         for name, factor in (("ffn.key", 300), ("ffn.value", 1e-6), ("att.key", 100), ("att.value", 100)):
             weights[f"blocks.{i}.{name}.weight"] *= factor
-        if kind is RWKV7:
+        if kind.version.number == 7:
             weights[f"blocks.{i}.att.r_k"] *= 1e-4  # of its bonus, which no norm makes small
     weights, tokens = {n: a.astype(HALF) for n, a in weights.items()}, rng.integers(0, SMALL["V"], (9, sum(calls)))
     found, _ = in_calls(on_cuda(weights), tokens, calls)
@@ -394,20 +309,20 @@ def test_float16_holds_large_squares_and_outputs(on_cuda, kind, calls, rng):
     assert np.median(relative_error(found, wanted, -1)) <= tolerance(HALF)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=str)
-def test_weights_beyond_float16_are_refused(on_cuda, dtype, rng):
-    weights = {name: array.astype(dtype) for name, array in synthetic(rng, SMALL).items()}
+def test_weights_beyond_float16_are_refused(on_cuda, dtype, kind, rng):
+    weights = {name: array.astype(dtype) for name, array in random_weights(kind, rng).items()}
     weights["blocks.1.att.key.weight"][3, 4] = 1e5
-    with pytest.raises(
-        ContractError, match="RWKV6: blocks.1.att.key.weight has numbers beyond float16, expected dtype"
-    ):
+    complaint = f"{kind.version.owner}: blocks.1.att.key.weight has numbers beyond float16, expected dtype"
+    with pytest.raises(ContractError, match=complaint):
         on_cuda(weights, HALF)
 
 
 @pytest.mark.pairwise(half="device")
-def test_threads_and_streams_share_a_model(on_cuda, rng):
+def test_threads_and_streams_share_a_model(on_cuda, kind, rng):
     """Prompts and steps of each thread are what they are alone; on a card also where each has a stream of its own."""
-    model, how, streams = on_cuda(synthetic(rng, SMALL)), Sampling(temperature=0), [nullcontext]
+    model, how, streams = on_cuda(random_weights(kind, rng)), Sampling(temperature=0), [nullcontext]
     if isinstance(model.layers.device, CupyDevice):
         import cupy
 
@@ -435,8 +350,9 @@ def test_memory_of_tokens_waits_for_the_device():
     assert waited == ["an event"]
 
 
-def test_copies_share_the_weights_or_are_refused(on_cuda, rng):
-    model = on_cuda(synthetic(rng, SMALL))
+@pytest.mark.pairwise
+def test_copies_share_the_weights_or_are_refused(on_cuda, kind, rng):
+    model = on_cuda(random_weights(kind, rng))
     _, state = model.forward([[1, 2]])
     assert copy.copy(model).layers is model.layers
     for one in (model, model.layers.decoder, Batch(model, 1)):
@@ -449,7 +365,6 @@ def test_copies_share_the_weights_or_are_refused(on_cuda, rng):
 
 
 @pytest.mark.pairwise
-@versions
 def test_the_eps_of_norms_is_that_of_the_weights(on_cuda, kind, rng):
     weights, tokens = (
         random_weights(kind, rng) | {"norm_eps": np.array([0.1, 0.5])},
@@ -460,7 +375,6 @@ def test_the_eps_of_norms_is_that_of_the_weights(on_cuda, kind, rng):
 
 
 @pytest.mark.pairwise
-@versions
 def test_a_tuned_state_is_where_sequences_start(on_cuda, kind, rng):
     weights = random_weights(kind, rng)
     weights |= {f"blocks.{i}.att.time_state": rng.standard_normal((4, 16, 16), np.float32) for i in range(2)}
@@ -470,7 +384,6 @@ def test_a_tuned_state_is_where_sequences_start(on_cuda, kind, rng):
 
 
 @pytest.mark.pairwise
-@versions
 def test_joining_and_leaving_is_the_cpus(on_cuda, kind):
     """Of weights that draw the same tokens when each is changed by a thousandth: of others rounding may turn a draw."""
     weights, how = random_weights(kind, np.random.default_rng(1)), Sampling(temperature=1, seed=1)
@@ -490,10 +403,10 @@ def test_joining_and_leaving_is_the_cpus(on_cuda, kind):
 
 
 @pytest.mark.pairwise(half="device")
-def test_generating_is_the_cpus(on_cuda):
+def test_generating_is_the_cpus(on_cuda, kind):
     """Of weights as in `test_joining_and_leaving_is_the_cpus`."""
-    weights = synthetic(np.random.default_rng(1), SMALL)
-    texts = [list(islice(model.generate([1, 2, 3], temperature=0), 8)) for model in (on_cuda(weights), RWKV6(weights))]
+    weights = random_weights(kind, np.random.default_rng(1))
+    texts = [list(islice(model.generate([1, 2, 3], temperature=0), 8)) for model in (on_cuda(weights), kind(weights))]
     assert texts[0] == texts[1]
 
 
@@ -517,8 +430,9 @@ def calls(on_cuda, monkeypatch):
     return done
 
 
-def test_a_graph_is_captured_once_a_state_comes_again(on_cuda, calls, rng):
-    model, reference = (make(synthetic(np.random.default_rng(0), SMALL)) for make in (on_cuda, RWKV6))
+@pytest.mark.pairwise
+def test_a_graph_is_captured_once_a_state_comes_again(on_cuda, calls, kind):
+    model, reference = (make(random_weights(kind, np.random.default_rng(0))) for make in (on_cuda, kind))
     state, other, wanted = model.initial_state(1), model.initial_state(1), reference.initial_state(1)
 
     def step(state, token):
@@ -539,8 +453,8 @@ def test_a_graph_is_captured_once_a_state_comes_again(on_cuda, calls, rng):
 
 
 @pytest.mark.pairwise(half="device")
-def test_batch_sizes_share_the_weights_and_few_are_kept(on_cuda, rng):
-    model = on_cuda(synthetic(rng, SMALL))
+def test_batch_sizes_share_the_weights_and_few_are_kept(on_cuda, kind, rng):
+    model = on_cuda(random_weights(kind, rng))
     pool = model.initial_state(12)
     first = model.layers.steps_of(1).decoder
     for batch in (*range(1, 12), 4):
@@ -554,6 +468,7 @@ def test_batch_sizes_share_the_weights_and_few_are_kept(on_cuda, rng):
 
 
 # -- dtypes, progress, refusals --------------------------------------------------------------------------------
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "stored, asked, kept",
     [
@@ -565,39 +480,37 @@ def test_batch_sizes_share_the_weights_and_few_are_kept(on_cuda, rng):
         ("bfloat16", np.float32, "float32"),
     ],
 )
-def test_dtype_is_what_was_asked_for_or_the_files_half(on_cuda, stored, asked, kept, rng):
-    weights = {name: array.astype(stored) for name, array in synthetic(rng, SMALL).items()}
+def test_dtype_is_what_was_asked_for_or_the_files_half(on_cuda, stored, asked, kept, kind, rng):
+    weights = {name: array.astype(stored) for name, array in random_weights(kind, rng).items()}
     assert on_cuda(weights, asked).layers.steps_of(1).decoder.dtype == np.dtype(kept)
 
 
-def test_dtypes_that_are_refused(on_cuda, rng):
-    weights = synthetic(rng, SMALL)
-    with pytest.raises(TypeError, match="RWKV6: dtype is float64, expected float32, float16, bfloat16, int8"):
-        on_cuda(weights, np.float64)
-    with pytest.raises(TypeError, match="RWKV6: dtype is 'q4', expected float32, float16, bfloat16, int8"):
-        on_cuda(weights, "q4")
+def test_dtypes_that_are_refused(on_cuda, kind, rng):
+    for dtype, shown in ((np.float64, "float64"), ("q4", "'q4'")):
+        complaint = f"{kind.version.owner}: dtype is {shown}, expected float32, float16, bfloat16, int8"
+        with pytest.raises(TypeError, match=complaint):
+            on_cuda(random_weights(kind, rng), dtype)
 
 
-def test_progress_counts_the_bytes_of_the_weights(on_cuda, rng):
-    weights, seen = synthetic(rng, SMALL), []
+def test_progress_counts_the_bytes_of_the_weights(on_cuda, kind, rng):
+    weights, seen = random_weights(kind, rng), []
     weights |= {f"blocks.{i}.att.time_state": rng.standard_normal((4, 16, 16), np.float32) for i in range(2)}
     on_cuda(weights, HALF, progress=lambda *bytes_: seen.append(bytes_))
     total = sum(array.nbytes for array in weights.values())
     assert {of for _, of in seen} == {total} and seen[-1][0] == total and len(seen) == len(weights)
 
 
-def test_states_of_another_place_are_refused(on_cuda, device, rng):
+def test_states_of_another_place_are_refused(on_cuda, device, kind, rng):
     if isinstance(device.zeros((1,), np.float32), np.ndarray):
         pytest.skip("the emulated device has NumPy arrays too")
-    model = on_cuda(synthetic(rng, SMALL))
-    state = RWKV6(synthetic(rng, SMALL)).initial_state()
+    model = on_cuda(random_weights(kind, rng))
+    state = kind(random_weights(kind, rng)).initial_state()
     with pytest.raises(TypeError, match="state.att_shift is a numpy.ndarray, expected one of the model's device"):
         model.forward([[1]], state)
     model.forward([[1]], model.on_device(state))
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("dtype", [*DTYPES, np.dtype(np.int8)], ids=str)
 def test_logits_come_in_parts(on_cuda, kind, device, dtype, rng):
     if dtype == np.int8 and device.capability != 90:
@@ -612,7 +525,6 @@ def test_logits_come_in_parts(on_cuda, kind, device, dtype, rng):
 
 
 @pytest.mark.pairwise
-@versions
 def test_a_quantised_checkpoint_is_widened(on_cuda, kind, rng):
     few = kind.quantise(random_weights(kind, rng, np.float32), "int8")
     tokens = rng.integers(0, SMALL["V"], (2, 6))
@@ -624,7 +536,6 @@ def test_a_quantised_checkpoint_is_widened(on_cuda, kind, rng):
 
 
 @pytest.mark.pairwise
-@versions
 def test_int8_matrices_serve_prompts_and_steps(on_cuda, kind, device, rng):
     weights = random_weights(kind, rng)
     if device.capability != 90:
@@ -644,7 +555,6 @@ def test_int8_matrices_serve_prompts_and_steps(on_cuda, kind, device, rng):
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
 def test_a_rounded_state_goes_through_prompts_pools_and_files(on_cuda, kind, dtype, rng, tmp_path):
     weights, tokens = random_weights(kind, rng), rng.integers(0, SMALL["V"], (2, 9))
@@ -668,7 +578,7 @@ def test_a_rounded_state_goes_through_prompts_pools_and_files(on_cuda, kind, dty
         model.forward(tokens, on_cuda(weights).initial_state(2))
 
 
-@versions
+@pytest.mark.pairwise
 def test_blocks_that_go_on_with_later_tokens(on_cuda, kind, rng, monkeypatch):
     weights, tokens = random_weights(kind, rng), rng.integers(0, SMALL["V"], (1, 61))
     wanted = host(on_cuda(weights).forward(tokens)[0])
@@ -706,9 +616,10 @@ def test_shifts_of_narrow_and_wide_rows(device, most, D, rng):
         np.testing.assert_allclose(host(arrays[name]), wanted, rtol=1e-5, atol=2e-5, err_msg=name)
 
 
-def test_warming_up_runs_what_is_asked_for(on_cuda, rng):
-    weights = random_weights(RWKV6, rng)
-    model, reference = on_cuda(weights), RWKV6(weights)
+@pytest.mark.pairwise
+def test_warming_up_runs_what_is_asked_for(on_cuda, kind, rng):
+    weights = random_weights(kind, rng)
+    model, reference = on_cuda(weights), kind(weights)
     model.warm_up(batches=(2, 9), prompt=5)
     assert {2, 9} <= set(model.layers.steps) and len(model.layers.prompts) == 1
     for tokens in ([[1, 2, 3]], [[4], [5]]):
