@@ -15,6 +15,7 @@ import linattn_np
 from linattn_np.__main__ import main
 from linattn_np.models import austen
 from linattn_np.models.checkpoint import read
+from linattn_np.models.versions import VERSIONS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -75,7 +76,8 @@ def test_commands_run(page, tmp_path, monkeypatch):
     Path("prompts.jsonl").write_text('{"prompt": "Emma was"}\n' * 2)
     Path("folder").mkdir()
     shutil.copy(austen(), "folder/model.safetensors")
-    Path("model.pth").write_bytes(zipped_pth(read(austen())))
+    for name in ("model.pth", "rwkv7-g1k-1.5b-20260930-ctx25600.pth"):
+        Path(name).write_bytes(zipped_pth(read(austen())))
     for line in COMMANDS[page]:
         line = re.sub(r"^mpiexec -n \d+ ", "", line)
         line, _, stdin = line.partition(" < ")
@@ -132,6 +134,43 @@ def test_speeds_of_rwkv6_are_the_measured_ones(monkeypatch):
     speeds = import_module("rwkv6_table")
     page = (ROOT / "docs" / "performance.md").read_text()
     assert speeds.between(page, speeds.BEGIN, speeds.END, speeds.tables()) == page
+
+
+@pytest.fixture
+def published(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return import_module("write_models")
+
+
+def test_the_table_of_published_models_is_computed(published):
+    """Where it is not: python docs/write_models.py"""
+    page = published.PAGE.read_text()
+    assert published.BEGIN + published.table() + published.END in page
+
+
+def test_published_models_have_the_sizes_that_were_seen(published):
+    """Bytes of their .pth files, which have headers, and some of them vectors of the first block that nobody reads."""
+    seen = {
+        (6, "1B6-v2.1-20240328"): 3199845663,
+        (6, "3B-v2.1-20240417"): 6199859158,
+        (6, "7B-v3-20241112"): 15271627549,
+    }
+    seen |= {(6, "14B-v2.1-20240719"): 28138429796, (7, "2.9B-v3-20250211"): 5895796446}
+    seen |= {(7, "g1k-13.3b-20260930-ctx25600"): 26540868485}
+    for version, layers, channels, ranks, *files in published.MODELS:
+        count = published.parameters(version, published.sizes_of(version, layers, channels, ranks))
+        for file in files:
+            assert 1 <= seen.pop((version, file), 2 * count) / (2 * count) < 1.0002, file
+    assert not seen
+
+
+@pytest.mark.parametrize("version, ranks", [(6, {"W": 64, "A": 64, "5A": 320}), (7, dict(W=64, A=64, Q=64, G=128))])
+def test_the_memory_of_published_models_is_that_of_the_layers(version, ranks, published, rng):
+    sizes = published.sizes_of(version, 2, 128, ranks, vocabulary=256)
+    weights = {name: rng.standard_normal(x, np.float32) for name, x in published.shapes(version, sizes).items()}
+    for name in published.FORMATS:
+        found = VERSIONS[version](weights, dtype=name).layers.nbytes
+        assert found == pytest.approx(published.nbytes(version, sizes, name), rel=1e-3), name
 
 
 def test_commands_are_what_ci_runs():
