@@ -125,11 +125,11 @@ def cases_of_gpu(quick):
     yield from (Case(op, *WIDE, backward=True) for op in gated)
     yield from (Case(op, *SHAPES[-2], backward=True) for op in reversed(others))
     yield from (Case(op, *SHAPES[0], backward=True) for op in family)
-    delta = ("gated_delta_rule", "kda", "rwkv7")
+    delta = {"gated_delta_rule": "trained", "kda": "trained", "rwkv7": "rwkv7"}  # with their gates
     shapes = (*SHAPES[:3], FEW, SHAPES[-2])
     for backward in (False, True):
-        yield from (Case(op, *shape, gate="trained", backward=backward) for shape in shapes for op in delta)
-    yield from (Case(f"{op}_step", B, 1, 64, 128, gate="trained") for B in (1, 32, 512) for op in delta)
+        yield from (Case(op, *shape, gate=delta[op], backward=backward) for shape in shapes for op in delta)
+    yield from (Case(f"{op}_step", B, 1, 64, 128, gate=delta[op]) for B in (1, 32, 512) for op in delta)
 
 
 def cases_of_portable(quick):

@@ -3,7 +3,8 @@ versions.
 
     python benchmarks/complete.py NEW.json EARLIER.json --changed "retention backward"
 
-Each of them says at which commit it was measured; those of what has changed since, as --changed names it, are left out.
+Each of them says at which commit and on which day it was measured; those of what has changed since, as --changed names
+it, are left out.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def completed(new, earlier, changed=()):
         raise SystemExit(f"the two files differ in {', '.join(differing)}")
     measured = set(map(whole_key, new["rows"]))
     taken = [
-        {"commit": earlier["meta"]["commit"]} | row
+        {name: earlier["meta"][name] for name in ("commit", "date")} | row
         for row in earlier["rows"]
         if whole_key(row) not in measured and pass_of(row) not in changed
     ]

@@ -7,6 +7,7 @@ logsigmoid   of standard normal numbers
 strong       20 times that
 all-20       -20 everywhere
 reset        logsigmoid's, and -inf at every 64th token
+rwkv7        -exp(-0.5) sigmoid of the same normal numbers as trained's: RWKV-7's own form, which stays above -0.61
 model        what the example's model computes on its text, head by head and piece by piece
 """
 
@@ -17,7 +18,8 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "data" / "austen-x060" / "model.safetensors"
-NAMES = ("trained", "weak", "logsigmoid", "strong", "all-20", "reset", "model")
+NAMES = ("trained", "weak", "logsigmoid", "strong", "all-20", "reset", "model")  # of any operator
+LEAST_OF_RWKV7 = -0.6065306597126334  # -exp(-0.5)
 FACTORS = {"weak": 1 / 16, "strong": 20}  # of logsigmoid's
 
 
@@ -28,9 +30,10 @@ def draw(name, rng, xp, shape):
     if name == "all-20":
         return xp.full(shape, -20, np.float32)
     x = rng.standard_normal(shape, dtype=np.float32)
-    if name == "trained":
+    if name in ("trained", "rwkv7"):
         means = xp.linspace(-4.2, -2.5, shape[3], dtype=np.float32) if len(shape) == 4 else np.float32(-3.35)
-        return -xp.exp(means + 2 * x)
+        log = means + 2 * x
+        return -xp.exp(log) if name == "trained" else np.float32(LEAST_OF_RWKV7) / (1 + xp.exp(-log))
     g = -np.float32(FACTORS.get(name, 1)) * xp.log1p(xp.exp(-x))
     if name == "reset":
         g[:, :, 63::64] = -np.inf

@@ -1,13 +1,16 @@
 """Who else computes it, on the arrays of a benchmark: flash-linear-attention (fla-core).
 
 Its arrays lie in memory as [B, T, H, ..], which it reads without a copy. fla's first call for a shape tunes its
-kernels, for up to a minute for a new dtype or head size. Gradients of heads over 128 would take many: there each kernel
-is tuned over a few of the configurations that fla offers for it.
+kernels, for up to a minute for a new dtype or head size. RWKV-7's, and gradients of heads over 128, would take many:
+there each kernel is tuned over a few of the configurations that fla offers for it.
 """
 
 import sys
 import warnings
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+
+import gates
 
 WITH_STRENGTH = ("delta_rule", "gated_delta_rule", "kda")  # of whose tokens the last array says how strongly they write
 
@@ -28,8 +31,10 @@ FUNCTIONS = {
     "kda_step": ("kda", "fused_recurrent_kda"),
     "rwkv7_step": ("rwkv7", "fused_recurrent_rwkv7"),
 }
-MEANING = {"linear_attention": {"normalize": False}, "rwkv7": {"scale": None}}  # what else makes its operator ours
+MEANING = {"linear_attention": {"normalize": False}}  # what else makes its operator ours
+BOUNDED = {"safe_gate": True, "lower_bound": gates.LEAST_OF_RWKV7, "chunk_size": 64}  # as its layer of RWKV-7 has them
 TUNED_HEAD, MOST = 128, 6  # the widest head whose gradients are tuned over all configurations; of others so many
+COMPILED_AT_ONCE = 16  # configurations
 
 
 def name(op) -> str | None:
@@ -67,7 +72,8 @@ def function(op):
 
 def few_configurations(case) -> bool:
     """Whether fla's kernels are not tuned over all of theirs."""
-    return name(case.op) == "fla" and case.backward and max(case.D, case.columns) > TUNED_HEAD
+    wide = case.backward and max(case.D, case.columns) > TUNED_HEAD
+    return name(case.op) == "fla" and (wide or case.op == "rwkv7")
 
 
 @cache
@@ -78,16 +84,28 @@ def every_configuration():
 
 
 def tune_over(most):
-    """Has Triton try `most` configurations of a kernel at most, from here on; all for None."""
+    """Has Triton try `most` configurations of a kernel at most, from here on, compiled side by side; all for None."""
     from triton.runtime.autotuner import Autotuner
 
     every = every_configuration()
 
     def some(tuner, arguments):
         found = every(tuner, arguments)
-        return found[:: -(-len(found) // most)]
+        found = found[:: -(-len(found) // most)] if most else found
+        given = {name: x for name, x in arguments.items() if name not in ("grid", "warmup")}
+        with ThreadPoolExecutor(COMPILED_AT_ONCE) as threads:
+            list(threads.map(partial(compile_one, tuner, tuner.nargs | given), found))
+        return found
 
-    Autotuner.prune_configs = some if most else every
+    Autotuner.prune_configs = some
+
+
+def compile_one(tuner, arguments, config):
+    """A kernel in one configuration; what cannot be compiled the tuner meets again, and passes over."""
+    try:
+        tuner.fn.warmup(grid=(1,), **arguments, **config.all_kwargs())
+    except Exception:
+        return
 
 
 def bound(case, arrays, keywords):
@@ -105,6 +123,8 @@ class Call:
 
         self.function = function(case.op)
         self.step, self.keywords = case.step, {"scale": case.D**-0.5, **MEANING.get(case.op, {})}
+        if case.gate == "rwkv7" and not case.step:
+            self.keywords |= BOUNDED
         given = {name: torch.from_dlpack(x) for name, x in arrays.items()}
         self.arrays = [x if name == "u" else self.in_its_layout(x) for name, x in given.items()]
         if case.gate == "reset":

@@ -28,6 +28,7 @@ import cupy
 import devices
 import ml_dtypes
 import numpy as np
+import peers
 import run
 from rwkv6_synthetic import RANKS, is_matrix, scaled, shapes
 
@@ -88,8 +89,9 @@ def main():
             for peer, found in PEERS[name](weights, exact, args):
                 result["peers"][peer] = found | {"date": run.today()}
                 show(peer, found)
+                store(result, args.out)
         except Exception as error:  # whatever a peer fails with: ours are measured, and the reason is said
-            result["peers"][name] = {"skipped": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+            result["peers"][name] = {"skipped": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
             print(f"{name} is not measured: {result['peers'][name]['skipped']}")
         store(result, args.out)
     store(result, args.out)
@@ -329,6 +331,7 @@ def fla_model(weights, exact, args):
     """fla's model, by batch."""
     import torch
 
+    peers.tune_over(peers.MOST)
     model = fla_of(weights, args.version, "cuda")
     free()
     torch.cuda.reset_peak_memory_stats()
@@ -346,7 +349,8 @@ def fla_model(weights, exact, args):
             rows.append({"batch": batch, **timed(step, STEPS, args.runs)})
         prompt = torch.ones(1, PREFILL, dtype=torch.int64, device="cuda")
         prefill = timed(lambda: model(prompt, use_cache=True, logits_to_keep=1), 1, args.runs)
-    yield "fla", {"version": version("flash-linear-attention"), "error": error, "rows": rows, "prefill": prefill}
+    about = {"version": version("flash-linear-attention"), "tuned_over": peers.MOST, "error": error}
+    yield "fla", about | {"rows": rows, "prefill": prefill}
 
 
 PEERS = {"rwkv": rwkv_package, "fla": fla_model}

@@ -141,8 +141,7 @@ def on_a_gpu(result) -> str:
     below = (
         f"{losses(faster)} `{name}.forward`, which takes tokens from the host, has "
         f"{1e3 / result['forward_ms']:,.0f} tokens/s with one sequence. "
-        f"Relative errors of a prompt's logits against float32: {errors}. "
-        + " ".join(versions(measured, result["date"]))
+        f"Relative errors of a prompt's logits against float32: {errors}. " + " ".join(versions(measured))
     )
     skipped = "".join(
         f" {name} was not measured: {peer['skipped']}." for name, peer in result["peers"].items() if "skipped" in peer
@@ -153,7 +152,7 @@ def on_a_gpu(result) -> str:
         "tokens/s",
         "times the floor, share of the rate",
         "memory, GB",
-        *(f"{name}, tokens/s" for name in measured),
+        *(f"{name}, {its['date']}, tokens/s".replace(f", {result['date']}", "") for name, its in measured.items()),
     ]
     return "\n".join([fill(text, WIDTH), "", *table(head, rows), "", fill(below + skipped, WIDTH), ""])
 
@@ -171,14 +170,16 @@ def kept_in(row) -> str:
     return f", {matrices}" * (matrices != "bfloat16") + f", states in {state}" * (state != "float32")
 
 
-def versions(measured, date):
-    """A sentence a package, with the day on which it was measured where that was not `date`."""
-    kernels = ", with its own CUDA kernels"
+def versions(measured):
+    """A sentence a package."""
     return dict.fromkeys(
-        f"{name.split()[0]} is version {peer['version']}{kernels * peer.get('own_kernels', False)}"
-        f"{', measured on ' + peer['date'] if peer['date'] != date else ''}."
-        for name, peer in measured.items()
+        f"{name.split()[0]} is version {peer['version']}{how_built(peer)}." for name, peer in measured.items()
     )
+
+
+def how_built(peer) -> str:
+    tuned = f", tuned over at most {peer.get('tuned_over')} configurations a kernel" * ("tuned_over" in peer)
+    return ", with its own CUDA kernels" * peer.get("own_kernels", False) + tuned
 
 
 def at_equal_bits(found, dtype) -> dict:

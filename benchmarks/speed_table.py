@@ -32,6 +32,7 @@ GATES = {
     "strong": "strong gates",
     "all-20": "gates of -20",
     "reset": "resets",
+    "rwkv7": "RWKV-7's gates",
     "model": "a model's gates",
 }
 
@@ -84,7 +85,7 @@ def titled_card(path) -> str:
 def of_portable_kernels(path) -> str:
     """The portable kernels on a card that has its own, with the gates of trained models."""
     result = json.loads(path.read_text())
-    meta, rows = result["meta"], [row for row in result["rows"] if row["gate"] == "trained" and row["ours_ms"]]
+    meta, rows = result["meta"], [row for row in with_days(result) if row["gate"] == "trained" and row["ours_ms"]]
     said = (
         f"Cards other than Hopper, and float32, take the portable kernels. Here the {meta['card']} took them in place "
         f"of its own (commit {meta['commit']}, `python benchmarks/run.py --kernels portable`); no card but Hopper's "
@@ -177,7 +178,7 @@ def span(numbers, digits=1) -> str:
 
 def of_card(path) -> str:
     result = json.loads(path.read_text())
-    rows = result["rows"]
+    rows = with_days(result)
     forward, backward, steps = (by_label(rows, kind) for kind in ("forward", "backward", "step"))
     above = [fill(machine(result["meta"], rows), WIDTH), "", fill(worst(rows), WIDTH), ""]
     if path.with_suffix(".png").exists():
@@ -185,7 +186,11 @@ def of_card(path) -> str:
     return "\n".join(
         [
             *above,
-            "Milliseconds on the device; ours with its multiple of the floor, fla's with its multiple of ours.",
+            fill(
+                "Milliseconds on the device; ours with its multiple of the floor, fla's with its multiple of ours, and "
+                "with its day where it is not of the same run.",
+                WIDTH,
+            ),
             "",
             *table(
                 ["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"],
@@ -249,6 +254,16 @@ def of_card(path) -> str:
     )
 
 
+def with_days(result):
+    """The rows, with the day of the peer's figures as `peer_day` where they are not of the row's own run."""
+
+    def day(row):
+        own = row.get("date", None if mark(row) else result["meta"]["date"])
+        return row["peer_date"] if row.get("peer_date") and row["peer_date"] != own else ""
+
+    return [row | {"peer_day": day(row)} for row in result["rows"]]
+
+
 def titled(title, heads, lines):
     """A table with its title, where there is anything in it."""
     return [fill(title, WIDTH), "", *table(heads, lines), ""] if lines else []
@@ -262,7 +277,8 @@ def machine(meta, rows) -> str:
         text += of_days(meta, rows)
     return (
         f"{text}. Rows are bfloat16 unless they say otherwise. `gla` and `rwkv6` have the gates of trained RWKV-6 "
-        "models (`trained` in benchmarks/gates.py), the other operators logsigmoid's. Weak gates are a 16th of "
+        f"models (`trained` in benchmarks/gates.py), the delta rules too{of_rwkv7(rows)}, the other operators "
+        "logsigmoid's. Weak gates are a 16th of "
         "logsigmoid's, strong ones 20 times as large; resets are gates of -inf at every 64th token. The floor is the "
         "time to read every input once and to write every result once at "
         f"{meta['copy_tb_per_s']:.2f} TB/s, the speed of a copy in the same run.{of_clocks(meta, rows)} Packed "
@@ -271,11 +287,19 @@ def machine(meta, rows) -> str:
     )
 
 
+def of_rwkv7(rows) -> str:
+    """The gates of its rows, where they are its own."""
+    told = ", whose bound fla's kernels are told as by its layer"
+    return f" (`rwkv7` those of its own form{told})" if any(row["gate"] == "rwkv7" for row in rows) else ""
+
+
 def of_few_configurations(rows) -> str:
     """Which of fla's kernels were tuned over a part of their configurations."""
-    if not any(row["peer_ms"] and row["pass"] == "backward" and max(row["K"], row["V"]) > TUNED_HEAD for row in rows):
-        return ""
-    return f" Its gradients of heads over {TUNED_HEAD} were tuned over at most {MOST} configurations a kernel."
+    timed = [row for row in rows if row["peer_ms"]]
+    wide = [row for row in timed if row["pass"] == "backward" and max(row["K"], row["V"]) > TUNED_HEAD]
+    of = [f"gradients of heads over {TUNED_HEAD}"] * bool(wide)
+    of += ["`rwkv7`'s"] * any(row["gate"] == "rwkv7" for row in timed)
+    return f" fla's kernels of {' and '.join(of)} were tuned over at most {MOST} configurations each." if of else ""
 
 
 def of_days(meta, rows) -> str:
@@ -479,7 +503,7 @@ def cells(pair, op):
     """Ours and the peer's; empty where there is none."""
     row = pair.get(op, {})
     ours, its = row.get("ours_ms"), row.get("peer_ms")
-    ratio = f" ({its / ours:.1f}x)" if ours and its else ""
+    ratio = f" ({', '.join(filter(None, (f'{its / ours:.1f}x', row.get('peer_day'))))})" if ours and its else ""
     return [
         f"{figure(ours)}{mark(row)} ({ours / row['floor_ms']:.2f}x)" if ours else "",
         figure(its) + ratio if its else "wrong" if row.get("peer_error") else "",
@@ -489,8 +513,11 @@ def cells(pair, op):
 def step_cells(pair, op):
     row = pair.get(op, {})
     return [
-        f"{figure(row[graph] * 1e3)} / {figure(row[eager] * 1e3)}" if row.get(graph) else ""
-        for graph, eager in (("ours_ms", "wall_ms"), ("peer_ms", "peer_wall_ms"))
+        f"{figure(row[graph] * 1e3)} / {figure(row[eager] * 1e3)}{day}" if row.get(graph) else ""
+        for graph, eager, day in (
+            ("ours_ms", "wall_ms", mark(row)),
+            ("peer_ms", "peer_wall_ms", f" ({row['peer_day']})" if row.get("peer_day") else ""),
+        )
     ]
 
 

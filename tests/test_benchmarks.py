@@ -144,7 +144,7 @@ def test_a_backward_pass_is_checked_and_timed(op, monkeypatch):
     assert of_small_case(op, backward=True)["ours_ms"] is None
 
 
-@pytest.mark.parametrize("gate", run.gates.NAMES)
+@pytest.mark.parametrize("gate", (*run.gates.NAMES, "rwkv7"))
 def test_gates_by_name(gate):
     rng = np.random.default_rng(0)
     g = run.gates.draw(gate, rng, np, (2, 20, 130, 64))
@@ -152,6 +152,8 @@ def test_gates_by_name(gate):
     assert np.isinf(g).any() == (gate == "reset")
     if gate in ("trained", "model"):  # weak in the middle, strong at the end, in one head
         assert -0.2 < np.median(g[0, 0]) and g.min() < -5
+    if gate == "rwkv7":
+        assert run.gates.LEAST_OF_RWKV7 <= g.min() < -0.6 < -0.1 < np.median(g[0, 0])
 
 
 def test_a_gates_gradient_is_as_large_as_its_terms():
@@ -311,9 +313,10 @@ def recurrence(q, k, v, g=None, u=None, *, scale, normalize=False, initial_state
     return torch.stack(outputs, 1), state
 
 
-def dplr(r, w, k, v, a, b, *, scale, initial_state=None, output_final_state=False):
+def dplr(r, w, k, v, a, b, *, scale, initial_state=None, output_final_state=False, **bounded):
     """RWKV-7's recurrence likewise."""
     torch = sys.modules["torch"]
+    assert w.min() >= bounded.get("lower_bound", -np.inf)
     state = torch.zeros(*k.shape[::2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
     outputs = []
     for t in range(r.shape[1]):
@@ -348,9 +351,10 @@ def installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", package)
     monkeypatch.setitem(sys.modules, "fla.ops", ops)
     monkeypatch.setattr(run.peers, "captured", Cpu().captured)
+    monkeypatch.setattr(run.peers, "tune_over", lambda most: None)
 
 
-PEERS = [case_of(op) for op in run.peers.FUNCTIONS]
+PEERS = [case_of(op) for op in run.peers.FUNCTIONS] + [case_of("rwkv7", gate="rwkv7")]
 PEERS += [replace(case, backward=True) for case in PEERS if not case.step]
 
 
@@ -369,23 +373,29 @@ def test_a_wrong_gradient_of_a_peer_is_not_timed(installed, monkeypatch):
     assert row["peer_error"] > 1e-3 and row["peer_ms"] is None and row["ours_ms"] > 0
 
 
-def test_wide_heads_are_tuned_over_few_configurations(monkeypatch):
+def test_wide_heads_and_rwkv7_are_tuned_over_few_configurations(monkeypatch):
+    compiled = []
+
     class Autotuner:
+        nargs, fn = {"x": 1}, SimpleNamespace(warmup=lambda x, grid, n: compiled.append(n) if n else 1 / 0)
+
         def prune_configs(self, arguments):
-            return list(arguments["configs"])
+            return [SimpleNamespace(all_kwargs=lambda n=n: {"n": n}) for n in range(100)]
 
     for name in ("triton", "triton.runtime"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", SimpleNamespace(Autotuner=Autotuner))
     monkeypatch.setattr(run.peers, "Pullback", lambda *_: None)
+    monkeypatch.setattr(run.peers, "Call", lambda *_: None)
     run.peers.every_configuration.cache_clear()
     wide, usual = (replace(case_of("gla", backward=True), D=D) for D in (256, 128))
-    tried = []
-    for case in (usual, wide, usual):
+    for case, few in ((usual, False), (wide, True), (usual, False), (case_of("rwkv7"), True)):
+        compiled.clear()
         run.peers.bound(case, {}, {})
-        tried.append(len(Autotuner().prune_configs({"configs": range(100)})))
+        tried = [its.all_kwargs()["n"] for its in Autotuner().prune_configs({"grid": (8,), "warmup": False})]
+        assert 1 <= len(tried) <= run.peers.MOST if few else len(tried) == 100
+        assert sorted(compiled) == tried[1:] or not (few or compiled)  # 0 cannot be compiled
     run.peers.every_configuration.cache_clear()
-    assert tried[0] == tried[2] == 100 and 1 <= tried[1] <= run.peers.MOST
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -435,7 +445,7 @@ def test_a_run_that_ended_early_is_completed():
     row = of_small_case("gla", "bfloat16") | {"ours_ms": 1.0, "floor_ms": 0.5, "peer_ms": None}
     backward, other = row | {"pass": "backward"}, row | {"op": "retention", "T": 71}
     old, new = (
-        {"meta": {"card": "a card", "commit": commit}, "rows": rows}
+        {"meta": {"card": "a card", "commit": commit, "date": "2026-01-02"}, "rows": rows}
         for commit, rows in (
             ("0ld", [row | {"ours_ms": 2.0}, backward, other, other | {"pass": "backward"}]),
             ("new", [row]),
@@ -443,13 +453,32 @@ def test_a_run_that_ended_early_is_completed():
     )
     found = complete.completed(new, old, ["retention backward"])
     assert found["meta"] == new["meta"]
-    assert found["rows"] == [row, *(taken | {"commit": "0ld"} for taken in (backward, other))]
+    assert found["rows"] == [row, *(taken | {"commit": "0ld", "date": "2026-01-02"} for taken in (backward, other))]
     assert complete.completed(new, found | {"meta": old["meta"] | {"commit": "older"}})["rows"][1]["commit"] == "0ld"
     assert speed_table.cells({"gla": found["rows"][1]}, "gla") == ["1.00† (2.00x)", ""]
     assert speed_table.older(found["rows"]) == "† measured at commit 0ld."
     assert speed_table.older([row]) == ""
     with pytest.raises(SystemExit, match="differ in card"):
         complete.completed(new, old | {"meta": {"card": "another"}})
+
+
+def test_a_peers_day_stands_beside_a_row_of_another_run():
+    row = of_small_case("gla", "bfloat16") | {
+        "ours_ms": 1.0,
+        "floor_ms": 0.5,
+        "peer_ms": 2.0,
+        "peer_date": "2026-01-02",
+    }
+    taken = row | {"commit": "0ld"}
+    rows = [row, row | {"peer_date": "2026-01-01"}, taken, taken | {"date": "2026-01-02"}, row | {"peer_date": None}]
+    dated = speed_table.with_days({"meta": {"date": "2026-01-02"}, "rows": rows})
+    assert [its["peer_day"] for its in dated] == ["", "2026-01-01", "2026-01-02", "", ""]
+    assert [speed_table.cells({"gla": its}, "gla")[1] for its in dated[:2]] == [
+        "2.00 (2.0x)",
+        "2.00 (2.0x, 2026-01-01)",
+    ]
+    step = {"gla_step": dated[1] | {"wall_ms": 1.0, "peer_wall_ms": 3.0}}
+    assert speed_table.step_cells(step, "gla_step") == ["1,000 / 1,000", "2,000 / 3,000 (2026-01-01)"]
 
 
 def test_a_second_card_stands_on_the_page_alone(tmp_path, monkeypatch):

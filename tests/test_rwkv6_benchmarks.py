@@ -40,7 +40,10 @@ def test_a_faster_peer_is_named_with_its_factor(load, measured):
     text = " ".join(speeds.on_a_gpu(measured).split())
     assert "Peers that are faster: other (decode, 8 sequences, 2.0 times)." in text
     assert "absent was not measured: ImportError: no module." in text
-    assert "other is version 1.2, measured on a day." in text
+    assert "other is version 1.2." in text and "| other, a day, tokens/s |" in text
+    measured["peers"]["other"] |= {"date": measured["date"], "tuned_over": 6}
+    text = " ".join(speeds.on_a_gpu(measured).split())
+    assert "1.2, tuned over at most 6 configurations a kernel." in text and "| other, tokens/s |" in text
     measured["peers"] = {}
     assert "No peer that was measured is faster." in " ".join(speeds.on_a_gpu(measured).split())
 
