@@ -24,9 +24,11 @@ DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32",
 LIBRARIES = {"NumpyLayers": "NumPy", "NumbaLayers": "Numba"}  # {class of a model's layers on the CPU: what computes}
 # {field of `Sampling` that is an option: its types in a line of --batch-file}
 REAL, WHOLE = (int, float), (int,)
-SAMPLING = {"temperature": REAL, "top_p": REAL, "top_k": WHOLE, "min_p": REAL, "presence": REAL, "frequency": REAL}
-SAMPLING |= {"fading": REAL, "repetition": REAL, "seed": WHOLE}
-SAMPLING |= {"temperature_last": (bool,), "bias": (dict,), "logprobs": (bool,)}
+SAMPLING: dict[str, tuple[type, ...]] = {
+    **{"temperature": REAL, "top_p": REAL, "top_k": WHOLE, "min_p": REAL, "presence": REAL, "frequency": REAL},
+    **{"fading": REAL, "repetition": REAL, "seed": WHOLE},
+    **{"temperature_last": (bool,), "bias": (dict,), "logprobs": (bool,)},
+}
 MAX_LOADED_TWICE = 1 << 26  # bytes; a smaller checkpoint may be loaded twice: `begins_on_numpy`
 SHORTEST_PROMPT = 2  # tokens; one token alone is read by a step, which takes other loops
 
