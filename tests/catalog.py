@@ -337,8 +337,9 @@ def of_training():
         for head in product(training.OfHeads.WIDTHS, (False, True)):
             yield training.KeysBackward(T, *head)
             yield from (training.GatedNormBackward(T, *head, bonus) for bonus in (False, True))
+        yield from (training.MixBackward(T, threads) for threads in training.MixBackward.WIDTHS)
         for threads in training.WIDTHS:
-            yield from (cls(T, threads) for cls in (training.MixBackward, training.LogDecayBackward))
+            yield training.LogDecayBackward(T, threads)
             for change, C in product(training.AddNorm.CHANGES, training.AddNorm.MIXES):
                 yield training.AddNorm(T, threads, change, C)
             for change, C in product(training.NormBackward.CHANGES, training.NormBackward.MIXES):

@@ -167,6 +167,7 @@ SPILLED = {
     ("value_gate/forward", "sm_80"): 52,
     ("value_gate/forward", "sm_90"): 260,
     ("value_gate/forward", "sm_100"): 148,
+    ("training/norm_backward", "sm_100"): 92,  # 4,096 channels
 }
 
 SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_120": 99}  # of a block, where it is not 227

@@ -1,6 +1,7 @@
 """The kernels of a training step through `cuda_grad`, against the gradients that NumPy computes, and AdamW's."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,8 @@ from linattn_np.distributed import SequenceParallel, run_threads
 from linattn_np.models import RWKV6, RWKV7, training, training_steps
 from linattn_np.models.fine_tuning import Base, LowRank, States
 from linattn_np.models.rwkv import cuda_grad
+from linattn_np.models.rwkv.grad import RecordingOperations, mixes_vjp, token_shift
+from linattn_np.models.single_process import WHOLE
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import CudaProducts, HostProducts
 from linattn_np.models.training_steps import Dropout, keep
@@ -419,11 +422,85 @@ def test_a_step_is_adamws(device, dtype, scale, rng):
         np.testing.assert_array_equal(host(copy), host(found[0])[:matrices].astype(dtype))
 
 
+def in_order_of_threads(x):
+    """A residual [tokens, D] in the order that the kernels have it in: the first four of every eight channels first."""
+    return x.reshape(len(x), -1, 2, 4).swapaxes(1, 2).reshape(x.shape)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", [2560, 4096])
+def test_norms_and_mixes_of_wide_models(device, dtype, D, rng):
+    """By themselves, since a model's matrices would be large."""
+    eps, wide = (1e-5, 64e-5), SimpleNamespace(bonus=np.zeros((D // 64, 64)))
+    weights, ids = SimpleNamespace(embedding=np.zeros((1, D)), layers=[wide], eps=eps), np.zeros((2, 4), np.int64)
+    step = cuda_grad.TrainingStep(RWKV6.version, weights, device.upload(ids), products_on(device, dtype), None, WHOLE)
+
+    def drawn(*shape, dtype=np.float32):
+        return rng.standard_normal(shape).astype(dtype)
+
+    def on_host(x):
+        return host(x).astype(np.float64)
+
+    def empty(*shape):
+        return device.upload(np.full(shape, np.nan, np.float32))
+
+    x, first, norm, maa, dmixed, dy = (
+        drawn(6, D),
+        drawn(6, D, dtype=dtype),
+        drawn(2, D),
+        drawn(2, D),
+        drawn(2, 6, D, dtype=dtype),
+        drawn(6, D),
+    )
+    change, loaded = cuda_grad.Change("Added", device.upload(first)), device.upload
+    mixed = step.empty(2, 6, D)
+    y, moments, _ = step.add_norm(loaded(in_order_of_threads(x)), change, loaded(norm), loaded(maa), mixed=mixed)
+    ops = RecordingOperations(HostProducts(), keep, WHOLE, SimpleNamespace(), eps)
+    layer = SimpleNamespace(norm=norm.astype(np.float64), maa=maa.astype(np.float64))
+    wanted_y = (x.astype(np.float64) + first).reshape(2, 3, D)
+    wanted_mixed, _, d = ops.shift_mix(layer, "norm", "maa", wanted_y, None)
+    near(on_host(y), in_order_of_threads(wanted_y.reshape(6, D)), limit(np.float32))
+    near(on_host(mixed), wanted_mixed.reshape(2, 6, D), limit(dtype))
+
+    out, maa_out = empty(2, D), empty(2, D)
+    pulled = cuda_grad.InputGradients(dmixed=loaded(dmixed), maa=loaded(maa), maa_out=maa_out)
+    dx, (dfirst,) = step.norm_backward(y, moments, pulled, loaded(in_order_of_threads(dy)), change, loaded(norm), out)
+    step.add_up()
+    wanted_out, wanted_maa = np.empty((2, 2, D))
+    dmixed = dmixed.astype(np.float64)
+    wanted = mixes_vjp(ops, dmixed.reshape(2, 2, 3, D), layer.maa, wanted_maa, wanted_out).reshape(6, D) + dy
+    near(on_host(dx), in_order_of_threads(wanted), limit(np.float32))
+    near(on_host(dfirst), wanted, limit(dtype))
+    near(on_host(out), wanted_out, limit(np.float32))
+    near(on_host(maa_out), wanted_maa, limit(np.float32))
+
+    xx, m, maa, dmixed = drawn(6, D, dtype=dtype), drawn(5, 6, D, dtype=dtype), drawn(5, D), drawn(5, 6, D, dtype=dtype)
+    maa_out = empty(5, D)
+    dm, dxx, dd = step.mix_backward(loaded(dmixed), loaded(m), loaded(maa), loaded(xx), None, maa_out)
+    step.add_up()
+    d, dmixed = token_shift(xx.astype(np.float64).reshape(2, 3, D), WHOLE)[0].reshape(6, D), dmixed.astype(np.float64)
+    near(on_host(dm), dmixed * d, limit(dtype))
+    near(on_host(dxx), dmixed.sum(0), limit(dtype))
+    near(on_host(dd), (dmixed * (maa[:, None] + m.astype(np.float64))).sum(0), limit(dtype))
+    near(on_host(maa_out), (dmixed * d).sum(1), limit(np.float32))
+
+    dw, w, out = drawn(6, D), drawn(6, D), empty(D)
+    near(on_host(step.log_decay_backward(loaded(dw), loaded(w), out)), dw * w, limit(dtype))
+    step.add_up()
+    near(on_host(out), (dw.astype(np.float64) * w).sum(0), limit(np.float32))
+
+
+def near(found, wanted, most):
+    """Beside the size of all."""
+    assert np.linalg.norm(found - wanted) <= most * np.linalg.norm(wanted)
+
+
 # -- sizes ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "kind, sizes, complaint",
     [
-        (RWKV6, dict(width=36, head_size=12), "width is 36, expected a multiple of 8 up to 2048"),
+        (RWKV6, dict(width=36, head_size=12), "width is 36, expected a multiple of 8 up to 4096"),
         (RWKV6, dict(width=24, head_size=3), "head size is 3, expected an even number up to 256"),
         (RWKV7, dict(width=40, head_size=5), "head size is 5, expected an even number up to 256"),
     ],

@@ -84,14 +84,14 @@ template <typename T, int THREADS> struct Copied {
   }
 };
 
-// Iterates over a block's tokens: `per_block` of `tokens` in all, from blockIdx.x * per_block on. t: the current token;
+// Iterates over a block's tokens: `per_block` of `tokens` in all, from block * per_block on. t: the current token;
 // last: the one after the block's last token; place: t's number in its sequence of T tokens. starts(), ends(): whether
 // t is its sequence's first, or last token.
 struct Tokens {
   i64 t, last, place, T;
 
-  __device__ __forceinline__ Tokens(i64 per_block, i64 tokens, i64 T)
-      : t(blockIdx.x * per_block), last(t + per_block < tokens ? t + per_block : tokens), place(t % T), T(T) {}
+  __device__ __forceinline__ Tokens(i64 per_block, i64 tokens, i64 T, i64 block = blockIdx.x)
+      : t(block * per_block), last(t + per_block < tokens ? t + per_block : tokens), place(t % T), T(T) {}
   __device__ __forceinline__ bool more() const { return t < last; }
   __device__ __forceinline__ bool starts() const { return place == 0; }
   __device__ __forceinline__ bool ends() const { return place + 1 == T; }

@@ -3,13 +3,13 @@
 //           d = xx_{t-1} - xx_t with zero before a sequence's first token
 //           parts_c = sum_t dm_c of the block's tokens, which add up to dmaa_c
 // shapes    dmixed m [5, tokens, D], maa [5, D], xx dxx dd [tokens, D], parts [blocks, 5, D]
-// grid      rwkv/cuda_grad.py launches a block for every `tokens_per_block` tokens, which it takes one after the other;
-//           a thread has 8 channels
+// grid      rwkv/cuda_grad.py launches a block for 8 THREADS channels of `tokens_per_block` tokens, channels fastest;
+//           it takes the tokens one after the other, and a thread has 8 channels
 // smem      Shared: maa, so that no load of it has to wait for a store
 // barriers  one, without which the compiler would hold maa in registers
 // numerics  float32, rounded once; sums always in the same order
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
-// limits    D a multiple of 8, up to 8 THREADS
+// limits    D a multiple of 8
 #include "training.cuh"
 
 // From training.cuh:
@@ -39,14 +39,16 @@ template <typename T, int THREADS>
 __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> args) {
   constexpr int AT_ONCE = sizeof(T) == 4 ? 1 : MIXES;  // mixes whose loads are issued together
   Shared<THREADS>& s = *reinterpret_cast<Shared<THREADS>*>(dynamic_smem());
-  const i64 D = args.D, j = 8 * threadIdx.x, mix_stride = args.tokens * D;
+  const int pieces = (int(args.D) + 8 * THREADS - 1) / (8 * THREADS), own = 8 * threadIdx.x;
+  const i64 D = args.D, mix_stride = args.tokens * D, block = blockIdx.x / pieces,
+            j = own + 8 * THREADS * (blockIdx.x % pieces);
   if (j < D)
 #pragma unroll
-    for (int c = 0; c < MIXES; ++c) store8(s.maa[c] + j, load8(args.maa + c * D + j));
+    for (int c = 0; c < MIXES; ++c) store8(s.maa[c] + own, load8(args.maa + c * D + j));
   __syncthreads();  // keeps the compiler from holding maa in registers, which loads under way need
   if (j >= D) return;
   // The block's tokens, one after the other: starts(): whether it is its sequence's first.
-  Tokens token(args.tokens_per_block, args.tokens, args.T_);
+  Tokens token(args.tokens_per_block, args.tokens, args.T_, block);
   EightFloats sums[MIXES] = {}, before = {};
   if (!token.starts()) before = load8(args.xx + (token.t - 1) * D + j);
   for (; token.more(); token.next()) {
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> a
       }
 #pragma unroll
       for (int c = 0; c < AT_ONCE; ++c) {
-        const EightFloats dmixed_c = dmixed[c].floats(), m_c = m[c].floats(), maa = load8(s.maa[first + c] + j);
+        const EightFloats dmixed_c = dmixed[c].floats(), m_c = m[c].floats(), maa = load8(s.maa[first + c] + own);
         EightFloats dm;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
@@ -85,5 +87,5 @@ __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> a
     store8(args.dd + index, dd);
   }
 #pragma unroll
-  for (int c = 0; c < MIXES; ++c) store8(args.parts + (blockIdx.x * MIXES + c) * D + j, sums[c]);
+  for (int c = 0; c < MIXES; ++c) store8(args.parts + (block * MIXES + c) * D + j, sums[c]);
 }

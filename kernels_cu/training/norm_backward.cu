@@ -160,8 +160,11 @@ template <int C> struct ThreadChannels {
 };
 
 // Blocks of a multiprocessor that registers have room for: of 512 threads (128 registers each), with several mixes of
-// 384 (168).
-constexpr int blocks_with_registers(int threads, int mixes) { return (mixes < 2 ? 512 : 384) / threads; }
+// 384 (168); at least one.
+constexpr int blocks_with_registers(int threads, int mixes) {
+  const int blocks = (mixes < 2 ? 512 : 384) / threads;
+  return blocks > 0 ? blocks : 1;
+}
 
 template <typename T, int THREADS, template <typename> class Change, int C>
 __global__ void __launch_bounds__(THREADS, blocks_with_registers(THREADS, C))

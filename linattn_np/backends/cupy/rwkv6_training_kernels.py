@@ -31,7 +31,7 @@ from .kernel import Kernel
 # norm; matrices: how many numbers, from the first on, are in matrices, which decay and have a `copy` in T
 
 NO_ADDRESSES = np.zeros(0, np.int64)  # the words of a launch without a plan have them already
-WIDTHS = (32, 64, 96, 128, 192, 256)  # the possible THREADS of `TokenKernel`
+WIDTHS = (32, 64, 96, 128, 192, 256, 320, 512)  # the possible THREADS of `TokenKernel`
 MOST_CHANNELS = 8 * WIDTHS[-1]  # the most D
 # Arguments that kernels share. tokens: those of all sequences; tokens_per_block: those that a block takes one after the
 # other; token_ids: the text, T + 1 of each sequence; count: the numbers of an array; moments [tokens, 2]: mean and
@@ -120,13 +120,23 @@ class MixForward(Elementwise):
 
 
 class MixBackward(TokenKernel):
-    """The gradients of RWKV-6's five data-dependent mixes: of m, xx, the token shift and maa."""
+    """The gradients of RWKV-6's five data-dependent mixes: of m, xx, the token shift and maa. Several blocks, `pieces`,
+    compute the channels of a token if there are more than 8 of the largest of WIDTHS."""
 
     file = "training/mix_backward"
     arguments = members("pointers dmixed m maa xx dxx dd parts, int64s tokens T_ D tokens_per_block")
     shared_memory = ("Shared<{THREADS}>",)
     MIXES: ClassVar[int] = MixForward.MIXES
     constants = (("MIXES", "MIXES"),)
+    WIDTHS: ClassVar[tuple[int, ...]] = tuple(threads for threads in WIDTHS if threads <= 256)  # the possible THREADS
+
+    @classmethod
+    def fitting(cls, T, D) -> MixBackward:
+        """The instance with the fewest threads for D channels in the fewest pieces."""
+        return cls(T, width(ceil_div(D, ceil_div(D, 8 * cls.WIDTHS[-1]))))
+
+    def pieces(self, D) -> int:
+        return ceil_div(D, 8 * self.THREADS)
 
 
 class NormBackward(TokenKernel):
@@ -149,7 +159,7 @@ class NormBackward(TokenKernel):
 
     @property
     def blocks_per_multiprocessor(self):
-        return (512 if self.C < 2 else 384) // self.THREADS
+        return max(1, (512 if self.C < 2 else 384) // self.THREADS)
 
 
 class OfHeads(Kernel):

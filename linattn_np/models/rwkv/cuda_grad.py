@@ -209,6 +209,11 @@ class TrainingStep:
         if self.D % 8 or self.D > kernels.MOST_CHANNELS:
             wanted = f"expected a multiple of 8 up to {kernels.MOST_CHANNELS} for training on cuda"
             version.refuse(f"width is {self.D}, {wanted}")
+        self.threads = kernels.width(self.D)  # of a block, which computes all channels of a token
+        largest = kernels.NormBackward(self.dtype, self.threads, "Added", kernels.NormBackward.MIXES[-1])
+        if largest.shared_bytes > self.device.shared_per_block:
+            wanted = f"expected at most {self.device.shared_per_block}: a narrower model, or dtype bfloat16"
+            version.refuse(f"width {self.D} takes {largest.shared_bytes} bytes of this card's shared memory, {wanted}")
         N, most = weights.layers[0].bonus.shape[1], kernels.OfHeads.MOST_CHANNELS
         if N % 2 or N > most:
             version.refuse(f"head size is {N}, expected an even number up to {most} for training on cuda")
@@ -216,7 +221,6 @@ class TrainingStep:
         self.first_v_gradients: Any = None  # those layers' gradients of it [layers, tokens, D], the last layer's first
         self.later_layers, self.layers_pulled = len(weights.layers) - 1, 0
         self.sums: list = []  # what `add_up` has to sum
-        self.threads = kernels.width(self.D)  # of a block, which computes all channels of a token
 
     # -- products --
     def product(self, x, w, out=None, add=False):
@@ -385,9 +389,11 @@ class TrainingStep:
 
     def mix_backward(self, dmixed, m, maa, xx, previous_xx, maa_out):
         """The pullback of `mix`: the gradients of m (in its memory), xx and d; that of maa goes to `maa_out`."""
-        dxx, dd, kernel = self.empty(*xx.shape), self.empty(*xx.shape), kernels.MixBackward(self.dtype, self.threads)
-        parts = self.partial_sums(kernel, kernel.MIXES)
-        self.run_kernel(kernel, len(parts), dmixed=dmixed, m=m, maa=maa, xx=xx, dxx=dxx, dd=dd, parts=parts)
+        dxx, dd, kernel = self.empty(*xx.shape), self.empty(*xx.shape), kernels.MixBackward.fitting(self.dtype, self.D)
+        pieces = kernel.pieces(self.D)
+        parts = self.partial_sums(kernel, kernel.MIXES, pieces=pieces)
+        arrays = {"dmixed": dmixed, "m": m, "maa": maa, "xx": xx, "dxx": dxx, "dd": dd, "parts": parts}
+        self.run_kernel(kernel, len(parts) * pieces, **arrays)
         self.sum(parts, maa_out)
         if previous_xx is not None:
             self.add_up()
@@ -455,10 +461,11 @@ class TrainingStep:
         return replace(pulled, dxx=dxx)
 
     # -- arrays and launches --
-    def partial_sums(self, kernel, n, heads=None):
+    def partial_sums(self, kernel, n, heads=None, pieces=1):
         """Memory for partial sums: a row of n vectors of D numbers for each block of tokens of a kernel. There are as
-        many as run at the same time: more would be written and added up, fewer would leave multiprocessors idle."""
-        tokens_per_block = ceil_div(self.tokens, max(1, self.at_once(kernel, heads)))
+        many as run at the same time: more would be written and added up, fewer would leave multiprocessors idle.
+        `pieces`: how many blocks of the kernel compute one row."""
+        tokens_per_block = ceil_div(self.tokens, max(1, self.at_once(kernel, heads) // pieces))
         return self.empty(ceil_div(self.tokens, tokens_per_block), n * self.D, dtype=FLOAT32)
 
     def at_once(self, kernel, heads):
