@@ -462,6 +462,8 @@ def test_processes_share_texts_beside_a_thread_too(tmp_path):
 
 def test_the_time_left_is_told_once_it_is_known(monkeypatch):
     monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: 90.0))
-    half_done = SimpleNamespace(done=0.5)
+    half_done = SimpleNamespace(done=0.5, settings=SimpleNamespace(minutes=None))
     assert train.time_left(half_done, (0.5, 90.0)) == ""
     assert train.time_left(half_done, (0.25, 0.0)) == ", 3 min 0 s left"
+    half_done.settings.minutes = 2
+    assert train.time_left(half_done, (0.5, 90.0)) == ", 1 min 0 s left"
