@@ -405,7 +405,7 @@ def trainings(rng, as_filled, device):
     """Gradients of a model, its activations kept and recomputed; a step of AdamW."""
     for dtype, recompute in ((SINGLE, False), (BFLOAT16, True)):
         for kind in (RWKV6, RWKV7):
-            yield as_filled(on_device, device, dtype, *model(rng, (2, 11), kind), SEEDS, 0.3, recompute)
+            yield as_filled(on_device, device, dtype, *model(kind, rng, (2, 11)), SEEDS, 0.3, recompute)
         yield adamw(device, dtype, rng.random((4, 808), np.float32), 400, 0.01, 0.99, 3)
 
 

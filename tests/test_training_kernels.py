@@ -13,7 +13,7 @@ from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import rwkv6_training_kernels as kernels
 from linattn_np.backends.cupy.model_products import SquaredProduct
 from linattn_np.distributed import SequenceParallel, run_threads
-from linattn_np.models import RWKV6, RWKV7, training, training_steps
+from linattn_np.models import RWKV6, training, training_steps
 from linattn_np.models.fine_tuning import Base, LowRank, States
 from linattn_np.models.rwkv import cuda_grad
 from linattn_np.models.rwkv.grad import RecordingOperations, mixes_vjp, token_shift
@@ -21,10 +21,10 @@ from linattn_np.models.single_process import WHOLE
 from linattn_np.models.training import Settings, Training
 from linattn_np.models.training_products import CudaProducts, HostProducts
 from linattn_np.models.training_steps import Dropout, keep
+from linattn_np.models.versions import VERSIONS
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
-KINDS = {kind.version.owner: kind for kind in (RWKV6, RWKV7)}
 V, RATE, SEEDS = 19, 0.3, (7, 1 << 33 | 5)
 
 
@@ -49,13 +49,10 @@ def products_on(device, dtype):
     return Emulated(device, dtype) if "Emulated" in type(device).__name__ else CudaProducts(dtype)
 
 
-versions = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-
-
-def model(rng, tokens=(3, 20), kind=RWKV6, **sizes):
+def model(kind, rng, tokens=(3, 20), ranks=(), **sizes):
     """A layout, float64 weights not far from the first ones, and tokens [B, T + 1]."""
     sizes = {"layers": 2, "width": 32, "head_size": 16, "vocabulary": V, **sizes}
-    layout = kind.layout(kind.layout.sizes_of(**sizes))
+    layout = kind.layout(kind.layout.sizes_of(**sizes) | dict(ranks))
     return layout, layout.initial(0) + 0.03 * rng.standard_normal(layout.size), rng.integers(0, V, tokens)
 
 
@@ -65,7 +62,7 @@ def on_device(device, dtype, layout, vector, tokens, seeds=None, rate=0.0, recom
     matrices = None if dtype == np.float32 else weights[: layout.matrices].astype(dtype)
     gradient = device.empty((layout.size,), np.float32)
     drop = None if seeds is None else Dropout(device.upload(np.array(seeds)), rate)
-    loss = KINDS[layout.version.owner].loss
+    loss = VERSIONS[layout.version.number].loss
     value, pull = loss(
         layout.tree(weights, matrices), device.upload(tokens), products, drop, recompute=recompute, **how
     )
@@ -75,7 +72,7 @@ def on_device(device, dtype, layout, vector, tokens, seeds=None, rate=0.0, recom
 
 def on_host(layout, vector, tokens, drop=keep):
     gradient = np.full(layout.size, np.nan)
-    value, pull = KINDS[layout.version.owner].loss(layout.tree(vector), tokens, HostProducts(), drop)
+    value, pull = VERSIONS[layout.version.number].loss(layout.tree(vector), tokens, HostProducts(), drop)
     pull(layout.tree(gradient))
     return float(value), gradient
 
@@ -111,82 +108,60 @@ def mostly_close(draw, dtype):
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_are_those_of_numpy(device, dtype, kind, rng):
     def draw():
-        layout, vector, tokens = model(rng, kind=kind)
+        layout, vector, tokens = model(kind, rng)
         return on_device(device, dtype, layout, vector, tokens), on_host(layout, vector, tokens), layout
 
     mostly_close(draw, dtype)
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_squares_where_their_product_is_made(hopper, dtype, kind, rng, monkeypatch):
     """By one cluster, which has two tiles."""
     monkeypatch.setattr(SquaredProduct, "clusters", staticmethod(lambda device: 1))
 
     def draw():
-        layout, vector, tokens = model(rng, (3, 90), kind, layers=1)
+        layout, vector, tokens = model(kind, rng, (3, 90), layers=1)
         return on_device(hopper, dtype, layout, vector, tokens), on_host(layout, vector, tokens), layout
 
     mostly_close(draw, dtype)
 
 
+RANKS = {"A": 5, "5A": 25, "W": 5, "Q": 3, "G": 9}
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
-    "kind, sizes",
+    "sizes",
     [
-        (RWKV6, dict(width=264, head_size=8, layers=1)),
-        (RWKV6, dict(width=24, head_size=6)),
-        (RWKV6, dict(width=64, head_size=64, vocabulary=256, layers=1)),
-        (RWKV7, dict(width=24, head_size=6)),
-        (RWKV7, dict(width=200, head_size=100)),
-        (RWKV7, dict(width=256, head_size=256)),
+        dict(width=264, head_size=8, layers=1),
+        dict(width=24, head_size=6),
+        dict(width=64, head_size=64, vocabulary=256, layers=1),
+        dict(width=200, head_size=100),
+        dict(width=256, head_size=256, layers=1),
+        dict(ranks=RANKS),
+        dict(ranks=RANKS | {"A": 6, "5A": 30, "Q": 8, "G": 5}),
     ],
     ids=str,
 )
 def test_gradients_of_other_sizes(device, kind, sizes, rng):
+    """Low ranks, too, whose rows start anywhere; RWKV-7's of decays and learning rates are a stack, or not."""
+
     def draw():
-        layout, vector, tokens = model(rng, (2, 6), kind, **sizes)
+        layout, vector, tokens = model(kind, rng, (2, 6), **sizes)
         return on_device(device, DTYPES[0], layout, vector, tokens), on_host(layout, vector, tokens), layout
 
     mostly_close(draw, DTYPES[0])
 
 
 @pytest.mark.pairwise
-@versions
-def test_gradients_with_any_eps_and_a_tuned_state(device, kind, rng):
-    def draw():
-        plain, vector, tokens = model(rng, kind=kind)
-        states = {f"blocks.{i}.att.time_state": rng.standard_normal((2, 16, 16)) for i in range(2)}
-        layout = kind.layout(plain.sizes, plain.named(vector) | states | {"norm_eps": np.array([1e-3, 1e-2])})
-        vector = layout.initial(0).astype(np.float64)
-        return on_device(device, DTYPES[0], layout, vector, tokens), on_host(layout, vector, tokens), layout
-
-    mostly_close(draw, DTYPES[0])
-
-
-@pytest.mark.parametrize("ranks", [dict(W=5, A=5, Q=3, G=9), dict(W=5, A=6, Q=8, G=5)], ids=str)
-def test_gradients_of_any_low_ranks(device, ranks, rng):
-    """Whose rows start anywhere; those of decays and learning rates are a stack, or not."""
-    layout = RWKV7.layout(RWKV7.layout.sizes_of(layers=2, width=32, head_size=16, vocabulary=V) | ranks)
-
-    def draw():
-        vector, tokens = layout.initial(0) + 0.03 * rng.standard_normal(layout.size), rng.integers(0, V, (2, 6))
-        return on_device(device, DTYPES[0], layout, vector, tokens), on_host(layout, vector, tokens), layout
-
-    mostly_close(draw, DTYPES[0])
-
-
-@pytest.mark.pairwise
-@versions
 def test_float16_holds_large_squares(device, kind, rng):
     """Of the channel mix, beyond 65,504, where float16 ends. Some gradients that lead to others are so small that
     float16 has fewer bits for them: ten times the limit."""
-    layout, vector, tokens = model(rng, kind=kind)
+    layout, vector, tokens = model(kind, rng)
     named = layout.named(vector)
     for i in range(2):
         named[f"blocks.{i}.ffn.key.weight"] *= 300
@@ -198,9 +173,10 @@ def test_float16_holds_large_squares(device, kind, rng):
     } == {}
 
 
-def test_blocks_of_several_tokens_and_sequences(device, rng, monkeypatch):
+@pytest.mark.pairwise
+def test_blocks_of_several_tokens_and_sequences(device, kind, rng, monkeypatch):
     monkeypatch.setattr(cuda_grad.TrainingStep, "at_once", lambda *kernel_and_heads: 132)
-    layout, vector, tokens = model(rng, (4, 101), layers=1, width=16, head_size=8)
+    layout, vector, tokens = model(kind, rng, (4, 101), layers=1, width=16, head_size=8)
     found = on_device(device, DTYPES[0], layout, vector, tokens)
     close(found, on_host(layout, vector, tokens), 2e-5, layout)
     monkeypatch.setattr(cuda_grad.TrainingStep, "at_once", lambda *kernel_and_heads: 400)
@@ -208,21 +184,21 @@ def test_blocks_of_several_tokens_and_sequences(device, rng, monkeypatch):
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("dtype", [DTYPES[0], BFLOAT16], ids=str)
 def test_recomputed_activations_are_the_same_bits(device, dtype, kind, rng):
-    layout, vector, tokens = model(rng, kind=kind)
+    layout, vector, tokens = model(kind, rng)
     kept = on_device(device, dtype, layout, vector, tokens, SEEDS, RATE)
     again = on_device(device, dtype, layout, vector, tokens, SEEDS, RATE, recompute=True)
     assert kept[0] == again[0]
     np.testing.assert_array_equal(kept[1], again[1])
 
 
-def test_parts_are_whole_when_they_are_said_to_be_done(device, rng):
-    layout, vector, tokens = model(rng, layers=3)
+@pytest.mark.pairwise
+def test_parts_are_whole_when_they_are_said_to_be_done(device, kind, rng):
+    layout, vector, tokens = model(kind, rng, layers=3)
     gradient, then = device.empty((layout.size,), np.float32), {}
     weights = layout.tree(device.upload(vector.astype(np.float32)))
-    _, pull = RWKV6.loss(weights, device.upload(tokens), products_on(device, np.float32), None)
+    _, pull = kind.loss(weights, device.upload(tokens), products_on(device, np.float32), None)
     pull(layout.tree(gradient), lambda part: then.update({part: host(gradient[slice(*layout.parts[part])]).copy()}))
     assert list(then) == [2, 1, 0] and sum(map(len, then.values())) == layout.matrices
     for part, numbers in then.items():
@@ -230,7 +206,6 @@ def test_parts_are_whole_when_they_are_said_to_be_done(device, rng):
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", [DTYPES[0], BFLOAT16], ids=str)
 def test_contexts_that_are_cut_over_ranks(device, dtype, recompute, kind, rng):
@@ -239,7 +214,7 @@ def test_contexts_that_are_cut_over_ranks(device, dtype, recompute, kind, rng):
         pytest.skip("ranks of one card")
 
     def draw():
-        layout, vector, tokens = model(rng, (3, 22), kind)
+        layout, vector, tokens = model(kind, rng, (3, 22))
 
         def on_rank(comm):
             ranks = SequenceParallel(comm)
@@ -258,7 +233,7 @@ FINE_TUNED = {"adapter": lambda base: LowRank(base, 3, alpha=6), "state": States
 
 def tuned_on(device, made, kind, rng):
     """What is trained, the layout and float64 values of its parameters, and tokens."""
-    layout, vector, tokens = model(rng, kind=kind)
+    layout, vector, tokens = model(kind, rng)
     tuned = made(Base(kind, layout.named(vector.astype(np.float32)), layout.sizes))
     own = tuned.trainable(2, 32, 16)
     return tuned, own, own.initial(0) + 0.05 * rng.standard_normal(own.size), tokens
@@ -274,7 +249,6 @@ def pulled(device, dtype, tuned, own, vector, tokens, **how):
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("made", FINE_TUNED.values(), ids=FINE_TUNED)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_gradients_of_adapters_and_states(device, recompute, made, kind, rng):
@@ -287,7 +261,6 @@ def test_gradients_of_adapters_and_states(device, recompute, made, kind, rng):
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_an_adapters_gradient_is_that_of_the_merged_matrices(device, dtype, kind, rng):
     tuned, own, vector, tokens = tuned_on(device, FINE_TUNED["adapter"], kind, rng)
@@ -304,7 +277,6 @@ def test_an_adapters_gradient_is_that_of_the_merged_matrices(device, dtype, kind
 
 
 @pytest.mark.pairwise
-@versions
 def test_a_states_gradient_in_half_precision(device, kind, rng):
     def draw():
         tuned, own, vector, tokens = tuned_on(device, States, kind, rng)
@@ -314,10 +286,9 @@ def test_a_states_gradient_in_half_precision(device, kind, rng):
 
 
 @pytest.mark.pairwise
-@versions
 @pytest.mark.parametrize("made", FINE_TUNED.values(), ids=FINE_TUNED)
 def test_fine_tuning_learns_as_on_the_cpu(card, made, kind):
-    layout, vector, _ = model(np.random.default_rng(0), kind=kind, width=64, head_size=32, vocabulary=256)
+    layout, vector, _ = model(kind, np.random.default_rng(0), width=64, head_size=32, vocabulary=256)
     base = Base(kind, layout.named(vector.astype(np.float32)), layout.sizes)
     how = [losses(Training(TEXT, SMALL, device, "float32", made(base)), 12) for device in ("cuda", "cpu")]
     np.testing.assert_allclose(*how, atol=1e-4)
@@ -367,9 +338,8 @@ def drawn(seeds, rate):
 
 
 @pytest.mark.pairwise
-@versions
 def test_gradients_through_dropout(device, kind, rng):
-    layout, vector, tokens = model(rng, kind=kind)
+    layout, vector, tokens = model(kind, rng)
     found = on_device(device, DTYPES[0], layout, vector, tokens, SEEDS, RATE)
     close(found, on_host(layout, vector, tokens, drawn(SEEDS, RATE)), 2e-5, layout)
     _, other = on_device(device, DTYPES[0], layout, vector, tokens, (SEEDS[0], SEEDS[1] + 1), RATE)
@@ -498,17 +468,16 @@ def near(found, wanted, most):
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "kind, sizes, complaint",
+    "sizes, complaint",
     [
-        (RWKV6, dict(width=36, head_size=12), "width is 36, expected a multiple of 8 up to 4096"),
-        (RWKV6, dict(width=24, head_size=3), "head size is 3, expected an even number up to 256"),
-        (RWKV7, dict(width=40, head_size=5), "head size is 5, expected an even number up to 256"),
+        (dict(width=36, head_size=12), "width is 36, expected a multiple of 8 up to 4096"),
+        (dict(width=40, head_size=5), "head size is 5, expected an even number up to 256"),
     ],
     ids=str,
 )
 def test_sizes_beyond_the_kernels_are_refused(device, kind, sizes, complaint, rng):
     with pytest.raises(ContractError, match=complaint):
-        on_device(device, DTYPES[0], *model(rng, kind=kind, layers=1, **sizes))
+        on_device(device, DTYPES[0], *model(kind, rng, layers=1, **sizes))
 
 
 def test_recomputing_is_for_cuda():
@@ -524,27 +493,27 @@ def losses(one, count):
     return [float(one.step()) for _ in range(count)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype, most", [("float32", 1e-4), ("bfloat16", 1e-2)])
-def test_a_training_learns_as_on_the_cpu(device, dtype, most):
+def test_a_training_learns_as_on_the_cpu(device, dtype, most, kind):
     if "Emulated" not in type(device).__name__:
-        return np.testing.assert_allclose(
-            losses(Training(TEXT, SMALL, "cuda", dtype), 12), losses(Training(TEXT, SMALL), 12), atol=most
-        )
+        found, wanted = (Training(TEXT, SMALL, *where, kind=kind) for where in (("cuda", dtype), ("cpu",)))
+        return np.testing.assert_allclose(losses(found, 12), losses(wanted, 12), atol=most)
     settings = replace(SMALL, batch=2, context=20)
-    one, products = Training(TEXT, settings), Emulated(device, dtype)
+    one, products = Training(TEXT, settings, kind=kind), Emulated(device, dtype)
 
     def loss(weights, tokens, *_):
         vector = one.steps.weights
         matrices = None if dtype == "float32" else vector[: one.layout.matrices].astype(products.dtype)
-        return RWKV6.loss(one.layout.tree(vector, matrices), tokens, products, None)
+        return kind.loss(one.layout.tree(vector, matrices), tokens, products, None)
 
     one.steps.loss = loss
-    np.testing.assert_allclose(losses(one, 5), losses(Training(TEXT, settings), 5), atol=most)
+    np.testing.assert_allclose(losses(one, 5), losses(Training(TEXT, settings, kind=kind), 5), atol=most)
 
 
-def test_a_restored_training_goes_on_with_the_same_bits(card, tmp_path):
+def test_a_restored_training_goes_on_with_the_same_bits(card, kind, tmp_path):
     settings = replace(SMALL, dropout=0.2)
-    whole, part = (Training(TEXT, settings, "cuda") for _ in range(2))
+    whole, part = (Training(TEXT, settings, "cuda", kind=kind) for _ in range(2))
     for _ in range(9):
         whole.step()
     for _ in range(5):
