@@ -87,14 +87,14 @@ def naming(weights: Mapping):
     if prefix == "model.layers.":
         return prefix, official_names_first(weights, fla_naming(partial(fla_block_naming, weights)))
     down, up = (weights.get(f"blocks.0.att.{name}") for name in ("w1", "w2"))
-    width = weights["emb.weight"].shape[-1] if "emb.weight" in weights else None
-    is_web_rwkv = down is not None and up is not None and down.shape[0] != width == down.shape[-1]
+    width = weights["emb.weight"].shape[-1:] if "emb.weight" in weights else None
+    is_web_rwkv = down is not None and up is not None and down.shape[:1] != width == down.shape[-1:]
     return prefix, web_rwkv_naming if is_web_rwkv else official_naming
 
 
 def head_size(weights) -> int:
     """The head size of weights with fla's names, for `Version.fla_group_eps_factor`."""
-    return next((array.shape[-1] for name, array in weights.items() if name.endswith(".r_k")), 64)
+    return next((array.shape[-1] for name, array in weights.items() if name.endswith(".r_k") and array.shape), 64)
 
 
 VERSION = Version(  # its fields are explained in `rwkv.version`

@@ -1,7 +1,6 @@
-"""The RWKV-6 model: logits against float64 ones, files that must be refused, sampling."""
+"""RWKV models of every version: states and parameters, files that must be refused, sampling."""
 
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,22 +9,15 @@ from safetensors.numpy import save_file
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.models import RWKV6
-from linattn_np.models.rwkv6.names import VERSION
 from linattn_np.models.sampling import Sampling
 
-AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
-SIZES = {"1": 1, "5": 5, "V": 11, "D": 16, "H": 2, "N": 8, "5A": 15, "A": 3, "W": 4, "F": 24}
-
-
-@pytest.fixture(scope="module")
-def austen():
-    return RWKV6.from_file(AUSTEN / "model.safetensors")
+SIZES = {"1": 1, "5": 5, "V": 11, "D": 16, "H": 2, "N": 8, "5A": 15, "A": 3, "W": 4, "F": 24, "G": 5, "Q": 2}
 
 
 @pytest.fixture
-def weights(rng):
+def weights(kind, rng):
     """Random parameters of a model with two layers."""
-    names = VERSION.parameter_axes(2)
+    names = kind.version.parameter_axes(2)
     return {
         name: rng.standard_normal([SIZES[axis] for axis in axes.split()], np.float32) * 0.3
         for name, axes in names.items()
@@ -41,16 +33,18 @@ def test_state_is_updated_in_place_and_a_copy_is_not(austen):
     assert not any(np.array_equal(old, new) for old, new in zip(before.arrays, state.arrays))
 
 
-def test_sizes_come_from_the_parameters(weights):
-    assert RWKV6(weights).sizes == {**SIZES, "L": 2}
+def test_sizes_come_from_the_parameters(kind, weights):
+    found = kind(weights).sizes
+    assert found == {axis: size for axis, size in {**SIZES, "L": 2}.items() if axis in found}
+    assert set(found) >= set(" ".join(kind.version.parameter_axes(2).values()).split())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_any_float_dtype_is_kept_as_float32(weights, dtype, tmp_path):
+def test_any_float_dtype_is_kept_as_float32(kind, weights, dtype, tmp_path):
     stored = {name: array.astype(dtype) for name, array in weights.items()}
     save_file(stored, tmp_path / "model.safetensors")
-    from_file, _ = RWKV6.from_file(tmp_path / "model.safetensors", dtype="float32").forward([[1, 2]])
-    rounded, _ = RWKV6({name: array.astype(np.float32) for name, array in stored.items()}).forward([[1, 2]])
+    from_file, _ = kind.from_file(tmp_path / "model.safetensors", dtype="float32").forward([[1, 2]])
+    rounded, _ = kind({name: array.astype(np.float32) for name, array in stored.items()}).forward([[1, 2]])
     assert from_file.dtype == np.float32
     np.testing.assert_array_equal(from_file, rounded)
 
@@ -69,7 +63,7 @@ def test_any_float_dtype_is_kept_as_float32(weights, dtype, tmp_path):
     ],
 )
 def test_tokens_that_are_refused(austen, tokens, complaint):
-    with pytest.raises(ContractError, match=f"RWKV6: tokens .*{complaint}"):
+    with pytest.raises(ContractError, match=f"{austen.version.owner}: tokens .*{complaint}"):
         austen.forward(tokens)
 
 
@@ -111,6 +105,39 @@ def cast(name, dtype):
 @pytest.mark.parametrize(
     "change, complaint",
     [
+        (renamed("att.", "attention."), r"lacks '{first}' and \d+ more and has an unknown 'blocks.0.attention"),
+        (renamed("blocks.1.", "blocks.2."), r"lacks 'blocks.1.ln1.weight' and \d+ more and has an unknown 'blocks.2."),
+        (without("blocks."), r"lacks 'blocks.0.ln0.weight' and \d+ more"),
+        (without("head.weight"), "lacks 'head.weight', expected the parameters of {title} with 2 blocks"),
+        (having(blocks__1__att__time_state=(2, 8, 8)), "lacks 'blocks.0.att.time_state', expected"),
+        (having(head__weight=(11, 15)), r"head.weight is \(11, 15\), expected \[V, D\] = \(11, 16\)"),
+        (having(blocks__1__ffn__key__weight=(20, 16)), r"ffn.key.weight is \(20, 16\), expected \[F, D\] = \(24, 16\)"),
+        (having(emb__weight=()), r"emb.weight is \(\), expected \[V, D\] = \('V', 'D'\)"),
+        (cast("emb.weight", np.int32), "emb.weight has dtype int32, expected floats"),
+    ],
+    ids=range(9),
+)
+def test_files_of_other_models_are_refused(kind, weights, change, complaint, tmp_path):
+    first = next(name for name in kind.version.parameter_axes(2) if ".att." in name)
+    refused(kind, change(weights), complaint.format(first=first, title=kind.version.title), tmp_path)
+
+
+def refused(kind, weights, complaint, folder):
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ContractError, match=f"{folder}/model.safetensors: .*{complaint}"):
+        kind.from_file(folder / "model.safetensors")
+
+
+def test_heads_of_another_width_are_refused(kind, weights, tmp_path):
+    name = {6: "att__time_faaaa", 7: "att__r_k"}[kind.version.number]
+    change = having(**{f"blocks__{i}__{name}": (4, 8) for i in range(2)})
+    refused(kind, change(weights), "H=4 heads of N=8, expected H x N = D = 16", tmp_path)
+
+
+@pytest.mark.parametrize("kind", [RWKV6])
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
         (
             having(blocks__0__att__gate_w1=(16, 4)),
             "gate_w1' belongs to RWKV-6 x060a, expected the parameters of RWKV-6 x060",
@@ -118,58 +145,41 @@ def cast(name, dtype):
         (renamed("att.time_maa_w1", "att.time_maa_rkvw_w1"), "belongs to RWKV-6 x060b or x060c, expected"),
         (having(blocks__0__att__x_r=(1, 1, 16)), "belongs to RWKV-7, expected"),
         (renamed("time_maa_k", "time_mix_k"), "belongs to RWKV-5, expected"),
-        (
-            renamed("att.", "attention."),
-            r"lacks 'blocks.0.att.time_maa_x' and \d+ more and has an unknown 'blocks.0.attention",
-        ),
-        (renamed("blocks.1.", "blocks.2."), r"lacks 'blocks.1.ln1.weight' and \d+ more and has an unknown 'blocks.2."),
-        (without("blocks."), r"lacks 'blocks.0.ln0.weight' and \d+ more"),
         (without("time_maa"), r"lacks 'blocks.0.att.time_maa_x' and \d+ more"),
-        (without("head.weight"), "lacks 'head.weight', expected the parameters of RWKV-6 x060 with 2 blocks"),
-        (having(blocks__1__att__time_state=(2, 8, 8)), "lacks 'blocks.0.att.time_state', expected"),
-        (having(head__weight=(11, 15)), r"head.weight is \(11, 15\), expected \[V, D\] = \(11, 16\)"),
         (having(blocks__1__att__time_faaaa=(16,)), r"time_faaaa is \(16,\), expected \[H, N\] = \(2, 8\)"),
-        (having(blocks__1__ffn__key__weight=(20, 16)), r"ffn.key.weight is \(20, 16\), expected \[F, D\] = \(24, 16\)"),
-        (having(emb__weight=()), r"emb.weight is \(\), expected \[V, D\] = \('V', 'D'\)"),
-        (
-            having(blocks__0__att__time_faaaa=(4, 8), blocks__1__att__time_faaaa=(4, 8)),
-            "H=4 heads of N=8, expected H x N = D = 16",
-        ),
         (
             having(blocks__0__att__time_maa_w2=(5, 4, 16), blocks__1__att__time_maa_w2=(5, 4, 16)),
             "time_maa_w1 has 15 columns, expected 5 x A = 20",
         ),
-        (cast("emb.weight", np.int32), "emb.weight has dtype int32, expected floats"),
     ],
+    ids=range(7),
 )
-def test_files_of_other_models_are_refused(weights, change, complaint, tmp_path):
-    path = tmp_path / "model.safetensors"
-    save_file(change(weights), path)
-    with pytest.raises(ContractError, match=f"{path}: .*{complaint}"):
-        RWKV6.from_file(path)
+def test_files_that_rwkv6_refuses(kind, weights, change, complaint, tmp_path):
+    refused(kind, change(weights), complaint, tmp_path)
 
 
 @pytest.mark.parametrize("size", [0, 7, 1000, 20_000, -1])
-def test_truncated_files_are_refused(weights, size, tmp_path):
+def test_truncated_files_are_refused(kind, weights, size, tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(weights, path)
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ContractError, match=f"{path}: .*(empty|header|damaged).*, expected"):
-        RWKV6.from_file(path)
+        kind.from_file(path)
 
 
-def test_other_paths_are_refused(tmp_path):
+def test_other_paths_are_refused(kind, tmp_path):
     with pytest.raises(FileNotFoundError):
-        RWKV6.from_file(tmp_path / "nowhere.safetensors")
+        kind.from_file(tmp_path / "nowhere.safetensors")
     with pytest.raises(ContractError, match=f"{tmp_path}: is a folder without a checkpoint, expected a file"):
-        RWKV6.from_file(tmp_path)
+        kind.from_file(tmp_path)
 
 
-def test_other_names_and_forms_are_the_same_model(weights, tmp_path):
+@pytest.mark.parametrize("kind", [RWKV6])
+def test_other_names_and_forms_of_rwkv6_are_the_same_model(kind, weights, tmp_path):
     """The mapping itself is tested with names.py, the files with checkpoint.py: here that the model goes through
     both.
     """
-    wanted, _ = RWKV6(weights).forward([[1, 2, 3]])
+    wanted, _ = kind(weights).forward([[1, 2, 3]])
     (tmp_path / "model.pth").write_bytes(zipped_pth(weights))
     renamed = {
         "rwkv."
@@ -183,41 +193,45 @@ def test_other_names_and_forms_are_the_same_model(weights, tmp_path):
     }
     save_file(renamed, tmp_path / "model.safetensors")
     for file in ("model.pth", "model.safetensors"):
-        found, _ = RWKV6.from_file(tmp_path / file).forward([[1, 2, 3]])
+        found, _ = kind.from_file(tmp_path / file).forward([[1, 2, 3]])
         np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("dtype, found", [("float16", "float16"), (np.float64, "float64"), ("q4", "'q4'")])
-def test_the_cpu_refuses_other_dtypes(weights, dtype, found, tmp_path):
-    with pytest.raises(TypeError, match=f"RWKV6: dtype is {found}, expected float32, bfloat16, int8, int4 on the CPU"):
-        RWKV6(weights, dtype=dtype)
+def test_the_cpu_refuses_other_dtypes(kind, weights, dtype, found, tmp_path):
+    with pytest.raises(
+        TypeError, match=f"{kind.version.owner}: dtype is {found}, expected float32, bfloat16, int8, int4 on the CPU"
+    ):
+        kind(weights, dtype=dtype)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ContractError, match=f"{tmp_path}.*dtype is {found}"):
-        RWKV6.from_file(tmp_path / "model.safetensors", dtype=dtype)
-    RWKV6(weights, dtype="float32")
+        kind.from_file(tmp_path / "model.safetensors", dtype=dtype)
+    kind(weights, dtype="float32")
 
 
-def test_progress_counts_the_bytes_of_the_weights(weights, tmp_path):
+def test_progress_counts_the_bytes_of_the_weights(kind, weights, tmp_path):
     half, seen = {name: array.astype(np.float16) for name, array in weights.items()}, []
     save_file(half, tmp_path / "model.safetensors")
-    RWKV6.from_file(tmp_path / "model.safetensors", progress=lambda *bytes_: seen.append(bytes_))
+    kind.from_file(tmp_path / "model.safetensors", progress=lambda *bytes_: seen.append(bytes_))
     total = sum(array.nbytes for array in half.values())
     assert {of for _, of in seen} == {total} and seen[-1][0] == total
     assert [done for done, _ in seen] == sorted({done for done, _ in seen}) and len(seen) > 20
 
 
-def test_a_rounded_state_is_refused_on_the_cpu(weights):
-    with pytest.raises(TypeError, match="RWKV6: dtype is float16, expected float32 for the state on the CPU"):
-        RWKV6(weights, state_dtype=np.float16)
+def test_a_rounded_state_is_refused_on_the_cpu(kind, weights):
+    with pytest.raises(
+        TypeError, match=f"{kind.version.owner}: dtype is float16, expected float32 for the state on the CPU"
+    ):
+        kind(weights, state_dtype=np.float16)
 
 
-def test_devices_that_are_refused(weights):
+def test_devices_that_are_refused(kind, weights):
     with pytest.raises(ContractError, match="device is 'gpu', expected 'cpu' or 'cuda'"):
-        RWKV6(weights, "gpu")
+        kind(weights, "gpu")
     try:
-        RWKV6(weights, "cuda")
+        kind(weights, "cuda")
     except NotSupported as error:
-        assert str(error).startswith("RWKV6: device 'cuda' cannot be used: ")
+        assert str(error).startswith(f"{kind.version.owner}: device 'cuda' cannot be used: ")
 
 
 def sample(logits, temperature, top_p, rng) -> int:
