@@ -300,6 +300,9 @@ def of_models():
                     yield rwkv6.TimeMixStep(T, X, S, terms)
             yield rwkv6.ReluSquared(X, T)
             yield rwkv6.ChosenNorm(X, T)
+        if T != np.float16:
+            names = dict.fromkeys(rwkv6.HiddenActivation.NAMES.values())
+            yield from (rwkv6.HiddenActivation(T, name) for name in names)
         if T != SINGLE:
             yield rwkv6.ChosenNorm(T, SINGLE)
     for cls in (rwkv6.DecodeFew, rwkv7.DecodeOne):

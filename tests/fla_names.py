@@ -47,6 +47,11 @@ def rwkv6_to_fla(weights):
     return made | {name: array for name, array in weights.items() if name.endswith("time_state")}
 
 
+def named_activation(name):
+    """The entry of a model's weights that names the activation of its channel mix."""
+    return {"hidden_act": np.frombuffer(name.encode(), np.uint8)}
+
+
 def with_narrow_keys(weights, K):
     """An RWKV-6's official `weights` with K channels of keys in each head, as fla's `expand_k` makes them. No official
     file has fewer of keys than of values."""

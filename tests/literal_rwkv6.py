@@ -88,9 +88,24 @@ class Layer:
     def channel_mix(self, x):
         w, ffn = self.w, f"{self.name}.ffn"
         d, self.ffn_before = self.ffn_before - x, x
-        k = np.maximum(w[f"{ffn}.key.weight"] @ (x + d * w[f"{ffn}.time_maa_k"]), 0) ** 2
+        k = activation(w)(w[f"{ffn}.key.weight"] @ (x + d * w[f"{ffn}.time_maa_k"]))
         r = w[f"{ffn}.receptance.weight"] @ (x + d * w[f"{ffn}.time_maa_r"])
         return (w[f"{ffn}.value.weight"] @ k) / (1 + np.exp(-r))
+
+
+def activation(w):
+    """Of the channel mix; fla's config may name another than RWKV's own."""
+    name = w["hidden_act"].astype(np.uint8).tobytes().decode() if "hidden_act" in w else "sqrelu"
+    opening = np.vectorize(lambda x: 1 / (1 + np.exp(-x)))
+    return {
+        "sqrelu": lambda x: np.maximum(x, 0) ** 2,
+        "relu": lambda x: np.maximum(x, 0),
+        "gelu": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+        "silu": lambda x: x * opening(x),
+        "swish": lambda x: x * opening(x),
+        "sigmoid": opening,
+        "logsigmoid": lambda x: np.log(opening(x)),
+    }[name]
 
 
 def layer_norm(x, w, name):

@@ -1,7 +1,7 @@
 """RWKV-7 as its equations are written, token by token in float64: what the models' logits are held to."""
 
 import numpy as np
-from literal_rwkv6 import EPS, layer_norm
+from literal_rwkv6 import EPS, activation, layer_norm
 
 
 def logits_of(weights, tokens):
@@ -69,7 +69,7 @@ class Layer:
     def channel_mix(self, x):
         w, ffn = self.w, f"{self.name}.ffn"
         d, self.ffn_before = self.ffn_before - x, x
-        return w[f"{ffn}.value.weight"] @ np.maximum(w[f"{ffn}.key.weight"] @ (x + d * w[f"{ffn}.x_k"]), 0) ** 2
+        return w[f"{ffn}.value.weight"] @ activation(w)(w[f"{ffn}.key.weight"] @ (x + d * w[f"{ffn}.x_k"]))
 
 
 def sigmoid(x):

@@ -16,6 +16,7 @@ from itertools import chain, cycle, product
 from unittest import mock
 
 import numpy as np
+from fla_names import named_activation
 from reference import DECAYS, draw, draw_states
 from test_decode_kernels import SIZES, SMALL, decoder_of, random_weights, squared_product
 from test_delta_on_hopper import call as delta_call
@@ -46,6 +47,7 @@ from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy import segments, softmax_tiles, source
 from linattn_np.backends.cupy.blas import Cublas
 from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90
+from linattn_np.backends.cupy.rwkv6_model_kernels import HiddenActivation
 from linattn_np.declarations import (
     DELTA_RULE_STEPS,
     DELTA_RULES,
@@ -399,6 +401,9 @@ def prompts(rng, as_filled):
         model.layers.device.empty = model.layers.device.zeros  # as `as_filled` has it for operators
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (2, 37)))
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (1, 9)), cu_seqlens=[0, 3, 4, 9])
+    for act in HiddenActivation.NAMES:
+        weights = random_weights(RWKV6, rng, BFLOAT16) | named_activation(act)
+        yield as_filled(RWKV6(weights, "cuda", BFLOAT16).forward, rng.integers(0, SMALL["V"], (2, 5)))
 
 
 def trainings(rng, as_filled, device):

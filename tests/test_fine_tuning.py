@@ -7,6 +7,7 @@ import struct
 
 import numpy as np
 import pytest
+from fla_names import named_activation
 from safetensors.numpy import load_file, save_file
 
 from linattn_np import ContractError
@@ -172,6 +173,13 @@ def test_a_model_keeps_its_eps_and_trains_its_state(base, rng, tmp_path):
     Training.restore(tmp_path / "training.safetensors", TEXT, kind=Whole(base))
     with pytest.raises(CheckpointError, match="is a training of"):
         Training.restore(tmp_path / "training.safetensors", TEXT, kind=Whole(again))
+
+
+def test_another_activation_has_no_gradients_here(base):
+    with pytest.raises(
+        ContractError, match="channel mix has gelu .hidden_act., expected sqrelu: gradients of no other"
+    ):
+        Base.of(base.weights | named_activation("gelu"))
 
 
 def test_usual_eps_is_in_no_file(base):

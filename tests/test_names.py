@@ -137,7 +137,7 @@ def test_eps_tied_heads_and_absent_biases(naming, config, eps, loops, rng, tmp_p
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("hidden_act", "relu"),
+        ("hidden_act", "mish"),
         ("expand_k", 0.5),  # of other keys than the weights have
         ("expand_k", "1"),
         ("expand_v", 2),

@@ -374,6 +374,7 @@ ROOMS = {
     "models/fine_tuning": (["models", "errors"], ["numpy"]),
     "models/rwkv/cuda_decoder": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv/cuda_weights": (["models", *CHECKED, "array_kinds", "backends.cupy"], ["numpy"]),
+    "models/rwkv/cuda_layers": (["models", "backends.cupy"], ["numpy"]),
     "models/rwkv/cuda_prompts": (["models", "backends.cupy", "varlen"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", "backends.cupy"], ["numpy"]),
     "models/rwkv/cuda_grad": (["models", "backends.cupy"], ["numpy"]),

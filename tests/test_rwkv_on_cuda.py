@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import EmulatedDevice
-from fla_names import rwkv6_to_fla, with_narrow_keys
+from fla_names import named_activation, rwkv6_to_fla, with_narrow_keys
 from test_decode_kernels import (
     DTYPES,
     SIZES,
@@ -105,6 +105,21 @@ def test_keys_of_flas_rwkv6_with_fewer_channels_than_values(on_cuda, batch, dtyp
     wanted, wanted_state = in_calls(reference, tokens, [3, 1, 1])
     close(found, wanted, tolerance(dtype))
     assert not host(state.wkv)[..., SMALL["N"] // 2 :, :].any() and wanted_state.wkv.any()
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+@pytest.mark.parametrize("act", ["relu", "gelu", "silu", "sigmoid", "logsigmoid"])
+def test_other_activations_of_the_channel_mix(on_cuda, kind, act, dtype, rng):
+    weights = random_weights(kind, rng, dtype) | named_activation(act)
+    tokens, reference = rng.integers(0, SMALL["V"], (2, 5)), kind(weights)
+    start = begun(reference, 2, rng)
+    found, state = in_calls(on_cuda(weights, dtype), tokens, [3, 1, 1], start)
+    wanted, wanted_state = in_calls(reference, tokens, [3, 1, 1], start)
+    close(found, wanted, tolerance(dtype))
+    close(host(state.ffn_shift), wanted_state.ffn_shift, tolerance(dtype))
+    with pytest.raises(ContractError, match="dtype is float16, expected bfloat16 or float32 beside hidden_act"):
+        on_cuda(weights, "float16")
 
 
 @pytest.mark.pairwise

@@ -10,7 +10,7 @@ import literal_rwkv7
 import numpy as np
 import pytest
 from checkpoint_files import zipped_pth
-from fla_names import rwkv6_to_fla, rwkv7_to_fla
+from fla_names import named_activation, rwkv6_to_fla, rwkv7_to_fla
 from reference import rms
 from safetensors.numpy import save_file
 
@@ -387,6 +387,33 @@ def test_what_trainers_add_to_names_and_files_is_removed(kind, weights, parts, f
 def test_a_parameter_by_two_names_is_refused(kind, weights):
     with pytest.raises(CheckpointError, match="'module.emb.weight' is there with another prefix, or with none, too"):
         kind(weights | {"module.emb.weight": weights["emb.weight"]})
+
+
+@pytest.mark.parametrize("loops", [True, False], ids=["Numba", "NumPy"])
+@pytest.mark.parametrize("act", ["relu", "gelu", "silu", "swish", "sigmoid", "logsigmoid"])
+def test_flas_config_says_the_activation(kind, weights, act, loops, monkeypatch, tmp_path):
+    """No published model has another than the square of relu; fla makes any."""
+    monkeypatch.setattr(cpu_layers, "has_loops", lambda: loops)
+    config, named = {"norm_eps": 1e-5, "hidden_act": act}, TO_FLA[kind](weights)
+    eps = np.array([1e-5, 8e-5 if kind is RWKV7 else 1e-5])  # fla's group norm has 8 times the eps for heads of 8
+    wanted = LITERAL[kind].logits_of(weights | named_activation(act) | {"norm_eps": eps}, [1, 2, 3, 4])
+    model = kind(named, config=config)
+    whole, state = model.forward([[1, 2, 3]])
+    step, _ = model.forward([[4]], state)
+    np.testing.assert_allclose(np.concatenate([whole, step], 1)[0], wanted, rtol=0, atol=1e-4)
+    save_file(kind.quantise(named, "bfloat16", config), tmp_path / "model.safetensors")
+    wanted = LITERAL[kind].logits_of(checkpoint.read(tmp_path / "model.safetensors"), [1, 2, 3])
+    again, _ = load(tmp_path / "model.safetensors", dtype="float32").forward([[1, 2, 3]])
+    np.testing.assert_allclose(again[0], wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("act", ["mish", 1, None])
+def test_an_activation_that_fla_lacks_is_refused(kind, weights, act):
+    with pytest.raises(ContractError, match="config.json has hidden_act .*, expected one of sqrelu, relu, gelu, silu"):
+        kind(TO_FLA[kind](weights), config={"hidden_act": act})
+    for array in (named_activation("mish")["hidden_act"], np.ones(1, np.float32)):
+        with pytest.raises(ContractError, match="hidden_act is .*, expected a name: sqrelu, relu, gelu"):
+            kind(weights | {"hidden_act": array})
 
 
 def test_flas_config_says_the_eps(tmp_path, rng):

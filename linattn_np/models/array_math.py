@@ -18,6 +18,26 @@ def relu_squared(x):
     return x * x
 
 
+def silu(x):
+    return x * sigmoid(x)
+
+
+def gelu(x):
+    """By tanh, as flash-linear-attention computes it."""
+    return 0.5 * x * (1 + np.tanh(0.7978845608 * (x + 0.044715 * x * x * x)))
+
+
+def log_sigmoid(x):
+    return np.minimum(x, 0) - np.log1p(np.exp(-np.abs(x)))
+
+
+# The activations of a channel mix, by flash-linear-attention's names of them.
+ACTIVATIONS = {
+    **{"sqrelu": relu_squared, "relu": lambda x: np.maximum(x, 0), "gelu": gelu, "silu": silu, "swish": silu},
+    **{"sigmoid": sigmoid, "logsigmoid": log_sigmoid},
+}
+
+
 # -- norms ------------------------------------------------------------------------------------------------------------
 def layer_norm(x, weight_and_bias, eps):
     weight, bias = weight_and_bias

@@ -21,7 +21,15 @@ from .number_checks import checked_int, checked_number, shown
 from .quantised import Stored
 from .rwkv.adapters import LORA_A, LORA_ALPHA, LORA_B, adapter_name
 from .rwkv.model import Model
-from .rwkv.version import GROUP_NORM_EPS, LAYER_NORM_EPS, NORM_EPS_NAME, name_in_block, number_of
+from .rwkv.version import (
+    GROUP_NORM_EPS,
+    LAYER_NORM_EPS,
+    NORM_EPS_NAME,
+    SQRELU,
+    hidden_act,
+    name_in_block,
+    number_of,
+)
 from .training_products import HostProducts
 from .versions import kind_of
 
@@ -57,6 +65,8 @@ class Base:
         """The base with these weights, by any names that files have; ContractError if they are no model's."""
         kind = kind_of(weights)
         official, sizes = kind.parameters(weights, config)
+        if (act := hidden_act(official)) != SQRELU:
+            refuse(f"the channel mix has {act} (hidden_act), expected {SQRELU}: gradients of no other are computed")
         formats = [array.format for array in official.values() if isinstance(array, Stored)]
         # Copies: a file, or an array of the caller, may be written to while the training runs.
         copies = {name: np.array(array, np.float32) for name, array in official.items()}

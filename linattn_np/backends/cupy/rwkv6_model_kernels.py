@@ -321,6 +321,20 @@ class ReluSquared(ElementwiseKernel):
     Y: np.dtype
 
 
+class HiddenActivation(ElementwiseKernel):
+    """y = f(y) for one of NAMES, those of flash-linear-attention's `hidden_act` besides that of `ReluSquared`."""
+
+    file = "rwkv6/hidden_activation"
+    arguments = members("pointers y, int64s count")
+    EACH = 8
+    NAMES: ClassVar[dict[str, str]] = {
+        **{"relu": "Relu", "gelu": "Gelu", "silu": "Silu", "swish": "Silu"},
+        **{"sigmoid": "Sigmoid", "logsigmoid": "LogSigmoid"},
+    }
+    X: np.dtype
+    function: str  # a value of NAMES
+
+
 class LowActivations(ElementwiseKernel):
     """tanh and sigmoid of some columns of `y`, between the matrices of products of low rank, in place; with `dy` their
     pullback, by y alone: dy is multiplied by the slopes."""

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..array_math import ACTIVATIONS
 from ..number_checks import checked_number, shown
 from .names import block_prefix, unwrapped
-from .version import LAYER_NORM_EPS, NORM_EPS_NAME, Version
+from .version import HIDDEN_ACT_NAME, LAYER_NORM_EPS, NORM_EPS_NAME, SQRELU, Version
 
 HUGGING_FACE_SIZES = {  # its num_attention_heads is 64 in files of 32 heads, and no model reads it
     "vocab_size": "V",
@@ -27,7 +28,8 @@ def completed(version: Version, weights: Mapping, config: Mapping | None) -> Map
     """`weights` with Hugging Face's or fla's names, completed by what their config says; others are returned unchanged.
 
     The array NORM_EPS_NAME is added: the eps of the layer norms and of the group norm; so are biases of 0 for norms
-    without bias, and tied matrices. ContractError for a value that is not supported, or fla's names without a config.
+    without bias, tied matrices, and HIDDEN_ACT_NAME. ContractError for a value that is not supported, or fla's names
+    without a config.
     """
     weights = unwrapped(weights)
     prefix = block_prefix(weights)
@@ -50,7 +52,12 @@ def with_fla_config(version, weights, config) -> dict:
     for field, wanted in version.fla_fields.items():
         if (value := config.get(field, wanted)) != wanted:
             version.refuse(f"config.json has {field} {shown(value)}, expected {shown(wanted)}: no other is computed")
+    act = config.get("hidden_act", SQRELU)
+    if not isinstance(act, str) or act not in ACTIVATIONS:
+        version.refuse(f"config.json has hidden_act {shown(act)}, expected one of {', '.join(ACTIVATIONS)}")
     weights = version.fla_complete(weights, config)
+    if act != SQRELU:
+        weights = {**weights, HIDDEN_ACT_NAME: np.frombuffer(act.encode(), np.uint8)}
     layer_eps = positive(version, config, "norm_eps", version.fla_eps)
     eps = np.array([layer_eps, layer_eps * version.fla_group_eps_factor(weights)])
     biases = {}

@@ -41,7 +41,7 @@ from .cuda_prompts import MixOperations
 from .cuda_weights import FLOAT32, SCALES, WeightCopies, entries, widened
 from .state import DTYPES as STATE_DTYPES
 from .state import STATE, State, check_state, shapes_and_dtypes
-from .version import Version
+from .version import SQRELU, Version, hidden_act
 
 INT64, UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
 PHASE_BLOCKS = 16  # blocks that compute a phase of the kernel of all layers, where each phase is a launch of its own
@@ -91,6 +91,9 @@ class CudaDecoder(NotCopied):
             raise NotSupported(f"{version.owner}: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
         self.sizes = checked_sizes(version, self.default_sizes | sizes, self.matrix_dtype, self.size_limits)
         self.layer_eps, self.group_eps = version.norm_eps(weights)
+        self.hidden_act = hidden_act(weights)
+        if self.hidden_act != SQRELU and self.dtype == np.float16:
+            version.refuse(f"dtype is float16, expected bfloat16 or float32 beside hidden_act {self.hidden_act!r}")
         copies = WeightCopies(device, version, weights, loaded, self.matrix_dtype)
         self.model_weights, self.all_layers = copies.of_model(), copies.of_all_layers(sizes["L"])
         self.layers = [entries(self.all_layers, i) for i in range(sizes["L"])]

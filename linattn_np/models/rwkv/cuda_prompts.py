@@ -25,7 +25,7 @@ from ...backends.cupy.plan import Array, Buffer, Draft, Plan, caller_array
 from ...varlen import Spans
 from .cuda_weights import FLOAT32, SCALES, widened
 from .state import STATE, State, shapes_and_dtypes
-from .version import output_scale
+from .version import SQRELU, output_scale
 
 MOST_ADDRESSES = 4  # of allocations for which launches, or a graph of them, are stored
 
@@ -233,7 +233,7 @@ class MixOperations:
     def __init__(self, decoder, draft: Draft, bounds, arrays):
         self.draft, self.device, self.dtype, self.sizes = draft, decoder.device, decoder.dtype, decoder.sizes
         self.scale, self.arrays = output_scale(self.dtype), arrays
-        self.layer_eps, self.group_eps = decoder.layer_eps, decoder.group_eps
+        self.layer_eps, self.group_eps, self.hidden_act = decoder.layer_eps, decoder.group_eps, decoder.hidden_act
         self.spans, self.T = Spans(bounds), int(bounds[-1])
         self.wide = None  # the buffer for one int8 matrix converted to `dtype`, of `widest` elements
         self.widest = decoder.widest(decoder.layers[0]) if decoder.matrix_dtype == INT8 else 0
@@ -296,9 +296,13 @@ class MixOperations:
         return y if is_stack else y[0]
 
     def squared_product(self, layer, name, x):
-        """Adds relu of the product of x and matrix `name`, squared; returns it."""
+        """Adds relu of the product of x and matrix `name`, squared, or the model's other activation; returns it."""
         w, y = self.matrix(layer, name)[0], self.results[name][0]
-        if squares := SquaredProduct.fitting(w, x, self.device):
+        if self.hidden_act != SQRELU:
+            self.draft.product(w[None], x[None], y[None])
+            activation = kernels.HiddenActivation(y.dtype, kernels.HiddenActivation.NAMES[self.hidden_act])
+            self.draft.launch(activation, activation.blocks(y.size), y=y, count=y.size)
+        elif squares := SquaredProduct.fitting(w, x, self.device):
             squares.launch(self.draft, w, x, y, self.device)
         else:
             self.draft.product(w[None], x[None], y[None])

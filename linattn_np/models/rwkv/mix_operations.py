@@ -20,7 +20,7 @@ class CommonOperations(Protocol):
         """x W^T, W being the matrix `name`; of a stack of n matrices and a stack of n x, n products."""
 
     def squared_product(self, layer, name: str, x):
-        """relu(x W^T)^2."""
+        """relu(x W^T)^2; or another activation in place of the square, if the model has one."""
 
     def add_product(self, layer, name: str, x, y):
         """x + y W^T; x may be written to."""

@@ -32,7 +32,7 @@ from .cpu_layers import cpu_layers
 from .numpy_layers import NumpyLayers
 from .parameters import Layout
 from .state import STATE, CallSequences, State, check_state
-from .version import NORM_EPS_NAME, Version
+from .version import HIDDEN_ACT_NAME, NORM_EPS_NAME, Version
 
 Device = Literal["cpu", "cuda"]
 
@@ -424,9 +424,10 @@ class Model:
 def byte_counter(weights, progress):
     """A function that must be called with each array once it is loaded; it calls progress(bytes so far, all bytes).
 
-    Norms' eps, which may be among the weights, are not loaded as an array.
+    Norms' eps and an activation's name, which may be among the weights, are not loaded as arrays.
     """
-    done, total = 0, sum(array.nbytes for name, array in weights.items() if name != NORM_EPS_NAME)
+    not_loaded = (NORM_EPS_NAME, HIDDEN_ACT_NAME)
+    done, total = 0, sum(array.nbytes for name, array in weights.items() if name not in not_loaded)
 
     def loaded(array):
         nonlocal done

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Mapping
 from math import inf
 
+import numpy as np
+
 from ...array_kinds import FLOATS
 from ...errors import ContractTypeError
+from ..array_math import ACTIVATIONS
 from ..checkpoint import refuse as refuse_file
 from ..number_checks import shown
 from .adapters import LORA_A, LORA_B
-from .version import NORM_EPS_NAME, VERSION_NAME, Version, number_in
+from .version import HIDDEN_ACT_NAME, NORM_EPS_NAME, VERSION_NAME, Version, hidden_act, number_in
 
 BLOCK_PREFIXES = ("rwkv.blocks.", "model.layers.", "blocks.")  # Hugging Face's, flash-linear-attention's, the official
 TRAINER_PREFIXES = ("module.", "model.")  # DDP's, Lightning's
@@ -114,7 +117,7 @@ def official(version: Version, weights: Mapping) -> dict:
     layers = len({name.removeprefix(prefix).split(".")[0] for name in weights if name.startswith(prefix)})
     has_initial_state = any(name.endswith(".time_state") for name in weights)
     sources = {name: naming(name) for name in version.parameter_axes(layers, has_initial_state)}
-    sources |= {NORM_EPS_NAME: (NORM_EPS_NAME, identity)} if NORM_EPS_NAME in weights else {}
+    sources |= {name: (name, identity) for name in (NORM_EPS_NAME, HIDDEN_ACT_NAME) if name in weights}
     conversions = dict(sources.values())
     unread = {VERSION_NAME, *(naming(f"blocks.0.{name}")[0] for name in version.first_layer_lacks)}
     missing = [name for name in conversions if name not in weights]
@@ -179,6 +182,9 @@ def parameters(version: Version, weights: Mapping) -> tuple[dict, dict[str, int]
     eps = weights.get(NORM_EPS_NAME)
     if eps is not None and (eps.shape != (2,) or not all(0 < number < inf for number in eps)):
         version.refuse(f"{NORM_EPS_NAME} is {eps.dtype} {eps.shape}, expected two numbers above 0")
+    if (act := weights.get(HIDDEN_ACT_NAME)) is not None:
+        if act.dtype != np.uint8 or act.ndim != 1 or hidden_act(weights) not in ACTIVATIONS:
+            version.refuse(f"{HIDDEN_ACT_NAME} is {act.dtype} {act.shape}, expected a name: {', '.join(ACTIVATIONS)}")
     return weights, sizes
 
 

@@ -14,7 +14,7 @@ from ..matrix_loops import multiply
 from ..quantised import Stored
 from . import numba_loops as loops
 from .numpy_layers import FLOAT32, MixOperations, NumpyLayers, token_shift
-from .version import stacked
+from .version import SQRELU, stacked
 
 # {format of the large matrices: another format, of the low-rank ones}; these are small, and decays depend on them.
 LOW_RANK_FORMAT = {"int4": "int8"}
@@ -43,7 +43,9 @@ class NumbaLayers(NumpyLayers):
 
     def logits(self, tokens, state, sequences, last):
         """Logits [T, V], or [N, V] for each sequence's last token."""
-        if not sequences.one_token_each or self.dtype == "float32" and len(tokens) > MOST_BY_LOOPS:
+        many = self.dtype == "float32" and len(tokens) > MOST_BY_LOOPS
+        # the loop of a step has RWKV's own activation
+        if not sequences.one_token_each or many or self.hidden_act != SQRELU:
             return super().logits(tokens, state, sequences, last)
         board = Board()  # one for each call, so that several threads may decode
         x = self.model_weights.embedding[tokens].astype(FLOAT32, copy=False)
@@ -120,6 +122,8 @@ class PromptOperations(MixOperations):
         return loops.mixed(xx, d, np.atleast_2d(getattr(layer, maa))), xx, d
 
     def squared_product(self, layer, name, x):
+        if self.layers.hidden_act != SQRELU:
+            return super().squared_product(layer, name, x)
         y = self.product(layer, name, x)
         loops.relu_squared(y)
         return y

@@ -13,7 +13,7 @@ import numpy as np
 from .. import array_math
 from ..devices import on_host
 from .state import CallSequences
-from .version import Version, initial_states, name_in_block, stacked
+from .version import Version, hidden_act, initial_states, name_in_block, stacked
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -44,6 +44,7 @@ class NumpyLayers:
         `arrays`; `field` is its name in the layers. ``loaded(parameter)`` counts the bytes that are loaded."""
         version = self.version
         self.layer_eps, self.group_eps = version.norm_eps(weights)
+        self.hidden_act = hidden_act(weights)
         array_of = partial(loaded_array, version, weights, loaded, convert)
         self.model_weights = version.model_arrays(array_of)
         self.layers = [version.layer_arrays(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
@@ -105,7 +106,7 @@ class MixOperations:
     own.
     """
 
-    layers: Any  # a `NumpyLayers`, for the eps of layer norms
+    layers: Any  # a `NumpyLayers`, for the eps of layer norms and the activation
     sequences: CallSequences
 
     def shift_mix(self, layer, norm, maa, x, shift):
@@ -141,7 +142,7 @@ class MixOperations:
         return o[0]
 
     def squared_product(self, layer, name, x):
-        return array_math.relu_squared(self.product(layer, name, x))
+        return array_math.ACTIVATIONS[self.layers.hidden_act](self.product(layer, name, x))
 
     def add_product(self, layer, name, x, y):
         x += self.product(layer, name, y)

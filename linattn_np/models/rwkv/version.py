@@ -20,6 +20,10 @@ from ...errors import ContractError, ContractTypeError
 LAYER_NORM_EPS = 1e-5
 GROUP_NORM_EPS = 64e-5  # whatever the head size is
 NORM_EPS_NAME = "norm_eps"  # entry [2] of a model's weights: eps of layer norms and of the group norm, if not these two
+# Entry of a model's weights: the letters, in uint8, of a name in `array_math.ACTIVATIONS`, the channel mix's; without
+# it, RWKV's own.
+HIDDEN_ACT_NAME = "hidden_act"
+SQRELU = "sqrelu"  # RWKV's own
 VERSION_NAME = "rwkv_version"  # array [1] in files of states and of adapters; older files lack it
 # The trained initial state, in every block or in none; of its last two axes the first is that of values.
 INITIAL_STATE_PARAMETER = {"att.time_state": "H N N"}
@@ -186,6 +190,12 @@ class Version:
         """(the eps of the layer norms, the eps of the group norm)."""
         eps = weights.get(NORM_EPS_NAME, (LAYER_NORM_EPS, GROUP_NORM_EPS))
         return float(eps[0]), float(eps[1])
+
+
+def hidden_act(weights) -> str:
+    """The name of the channel mix's activation."""
+    letters = weights.get(HIDDEN_ACT_NAME)
+    return SQRELU if letters is None else letters.tobytes().decode(errors="replace")
 
 
 def number_in(arrays: Mapping) -> int | None:

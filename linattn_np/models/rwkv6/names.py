@@ -89,8 +89,14 @@ FLA_NAMES = {
 
 
 # Of an attention of fla: the arrays with rows for the channels of keys.
-OF_KEYS = ("bonus", "r_proj.linear.weight", "k_proj.linear.weight", "w_proj.linear.lora.2.weight")
-OF_KEYS = (*OF_KEYS, "w_proj.linear.lora.2.bias")
+LOW_RANK_DECAY = "w_proj.linear.lora.2"
+OF_KEYS = (
+    "bonus",
+    "r_proj.linear.weight",
+    "k_proj.linear.weight",
+    f"{LOW_RANK_DECAY}.weight",
+    f"{LOW_RANK_DECAY}.bias",
+)
 
 
 def with_wide_keys(weights: Mapping, config: Mapping) -> Mapping:
@@ -99,7 +105,7 @@ def with_wide_keys(weights: Mapping, config: Mapping) -> Mapping:
     Each head gets channels of 0 in r, k, the decay and the bonus. No logit changes: nothing is written to their rows of
     the state, and nothing is read from them. Their gradients are 0, so that no training changes them.
     """
-    wide = {}
+    wide: dict = {}
     for name, bonus in weights.items():
         attention = name.removesuffix("bonus")
         values = weights.get(f"{attention}v_proj.linear.weight")
@@ -182,7 +188,7 @@ VERSION = Version(  # its fields are explained in `rwkv.version`
     naming=naming,
     foreign_parts=lambda weights: {} if is_web_rwkv(weights) else OTHER_VERSIONS,
     fla_complete=with_wide_keys,
-    fla_fields={"hidden_act": "sqrelu", "expand_v": 1, "norm_first": True, "attn": None},
+    fla_fields={"expand_v": 1, "norm_first": True, "attn": None},
     fla_sizes=FLA_SIZES | {"num_heads": "H", "proj_low_rank_dim": "A", "gate_low_rank_dim": "W"},
     fla_eps=1e-5,
     fla_group_eps_factor=lambda weights: 1,  # the group norm has the eps of the layer norms

@@ -105,7 +105,7 @@ VERSION = Version(  # its fields are explained in `rwkv.version`
     layer=LAYER,
     naming=naming,
     foreign_parts=lambda weights: OTHER_VERSIONS,
-    fla_fields={"hidden_act": "sqrelu", "norm_first": True, "attn": None},
+    fla_fields={"norm_first": True, "attn": None},
     fla_sizes=FLA_SIZES
     | {"head_dim": "N", "num_heads": "H", "value_dim": "D"}
     | {f"{name}_low_rank_dim": rank for name, rank in dict(decay="W", a="A", v="Q", gate="G").items()},
