@@ -1,4 +1,4 @@
-"""`linattn-np generate` as a person runs it: a process, its output, its exit code."""
+"""`linattn-np generate` as a person runs it: its output and its exit code, of each version's small model."""
 
 import json
 import os
@@ -10,20 +10,22 @@ import subprocess
 import sys
 from ast import literal_eval
 from dataclasses import fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import PATIENCE
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import linattn_np
+from linattn_np import models
 from linattn_np.__main__ import main
-from linattn_np.models import RWKV6, Sampling
+from linattn_np.command import generate as generating
+from linattn_np.models import Sampling
 
-AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
+AUSTEN = models.austen()
 ON_THE_CPU = rb"on the CPU \(\d+ threads?, .+\)\n"
 GENERATE = [sys.executable, "-m", "linattn_np", "generate"]
 COMMAND = [*GENERATE, "--device", "cpu"]
@@ -43,19 +45,33 @@ def by_a_process(*arguments):
 
 
 @pytest.fixture
-def here(capsys, monkeypatch):
+def here(capsys, monkeypatch, tmp_path_factory):
     """The same in this process, which saves the start of one, a second of a core."""
 
-    def run(*arguments):
-        try:
-            code = main(["generate", "--device", "cpu", *map(str, arguments)])
-        except SystemExit as end:
-            code = end.code
+    def run(*arguments, stdin=b""):
+        file = tmp_path_factory.mktemp("stdin") / "file"
+        file.write_bytes(stdin)
+        with open(file) as lines, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", lines if stdin else empty)
+            try:
+                code = main(["generate", "--device", "cpu", *map(str, arguments)])
+            except SystemExit as end:
+                code = end.code
         return code, *capsys.readouterr()
 
     with open(os.devnull) as empty:
-        monkeypatch.setattr(sys, "stdin", empty)
         yield run
+
+
+@pytest.fixture
+def path(kind):
+    return models.austen(kind.version.number)
+
+
+@pytest.fixture
+def generate(here, path):
+    """`here` with each version's model."""
+    return partial(here, "--model", path)
 
 
 def start(*arguments, **options):
@@ -83,9 +99,12 @@ def until(descriptor, wanted):
     return seen
 
 
-def austen():
-    with safe_open(AUSTEN, framework="numpy") as file:
-        return {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}
+def numbers_of(path):
+    """The weights of a model, in float32."""
+    return {name: array.astype(np.float32) for name, array in load_file(path).items()}
+
+
+COMMON = set("the and of to a in was her it that i he she not be his had as for with you is have at by".split())
 
 
 def test_it_writes_english_with_no_argument():
@@ -94,40 +113,7 @@ def test_it_writes_english_with_no_argument():
     assert done.returncode == 0, messages
     assert text.startswith("It is a truth universally acknowledged, that ")
     words = re.findall(r"[a-z]+", text.lower())
-    assert (
-        sum(
-            word
-            in {
-                "the",
-                "and",
-                "of",
-                "to",
-                "a",
-                "in",
-                "was",
-                "her",
-                "it",
-                "that",
-                "i",
-                "he",
-                "she",
-                "not",
-                "be",
-                "his",
-                "had",
-                "as",
-                "for",
-                "with",
-                "you",
-                "is",
-                "have",
-                "at",
-                "by",
-            }
-            for word in words
-        )
-        > len(words) / 5
-    )
+    assert sum(word in COMMON for word in words) > len(words) / 5
     assert re.match(
         r"on the (CPU \(\d+ threads?, .+\)|GPU \(.+\))\n"
         r"prefill 45 tokens at \d+ tokens/s\ndecode 400 tokens at \d+ tokens/s\n$",
@@ -135,52 +121,51 @@ def test_it_writes_english_with_no_argument():
     )
 
 
-def test_greedy_text():
-    done = decode("--prompt", "Mr. Knight", "--temperature", "0", "--tokens", "18")
-    assert done.stdout == b"Mr. Knightley and his sister\n"
-    assert re.match(rb"on the CPU \(.+\)\nprefill 10 tokens at ", done.stderr)
+def test_greedy_text(generate):
+    code, out, err = generate("--prompt", "Mr. Knight", *GREEDY, "--tokens", 18)
+    assert (code, out) == (0, "Mr. Knightley and his sister\n")
+    assert re.match(r"on the CPU \(.+\)\nprefill 10 tokens at ", err)
 
 
-def test_a_prompt_may_be_a_word_or_several(here):
+def test_a_prompt_may_be_a_word_or_several(generate):
     for words in (["-p", "Mr. Knight"], ["Mr.", "Knight"]):
-        assert here(*words, "-n", 3, *GREEDY)[:2] == (0, "Mr. Knightley\n")
-    assert here("Emma", "-p", "Emma")[0] == 2
+        assert generate(*words, "-n", 3, *GREEDY)[:2] == (0, "Mr. Knightley\n")
+    assert generate("Emma", "-p", "Emma")[0] == 2
 
 
-@pytest.mark.exhaustive
-def test_a_seed_writes_the_same_text():
-    first, again, other = (decode("--tokens", "30", "--seed", seed).stdout for seed in "334")
+def test_a_seed_writes_the_same_text(generate):
+    first, again, other = (generate("--tokens", 30, "--seed", seed)[1] for seed in "334")
     assert first == again != other
 
 
-@pytest.mark.exhaustive
-def test_the_cpus_dtype_may_be_named():
-    assert decode("--dtype", "float32", "--prompt", "Mr. Knight", *GREEDY, "--tokens", 5).stdout == b"Mr. Knightley a\n"
+def test_the_cpus_dtype_may_be_named(generate):
+    words = ("--prompt", "Mr. Knight", *GREEDY, "--tokens", 5)
+    assert generate("--dtype", "float32", *words)[1] == "Mr. Knightley a\n"
 
 
-@pytest.mark.exhaustive
-def test_one_token():
-    done = decode("--tokens", "1", "--temperature", "0", "--prompt", "Emm")
-    assert done.stdout == b"Emma\n"
-    assert b"decode 1 tokens at " in done.stderr
+def test_one_token(generate):
+    code, out, err = generate("--tokens", 1, *GREEDY, "--prompt", "Emm")
+    assert out == "Emma\n" and "decode 1 tokens at " in err
 
 
-@pytest.fixture
-def echo_model(tmp_path):
-    """Writes the bytes of a three-byte character over and over, whatever it reads."""
-    weights = {name: np.zeros_like(array) for name, array in austen().items()}
-    cycle = "€".encode()
-    for here, there in zip(cycle, cycle[1:] + cycle[:1]):
-        weights["emb.weight"][here, here] = weights["head.weight"][there, here] = 1
+def following(kind, path, vocabulary, pairs):
+    """Writes a model to `path` whose next token depends on the last alone: `pairs` of both."""
+    layout = kind.layout(kind.layout.sizes_of(layers=1, width=16, head_size=8, vocabulary=vocabulary))
+    weights = layout.named(np.zeros(layout.size, np.float32))
+    for n, (last, then) in enumerate(pairs):
+        weights["emb.weight"][last, n] = weights["head.weight"][then, n] = 1
     for name in ("blocks.0.ln0.weight", "ln_out.weight"):
         weights[name][:] = 1
-    save_file(weights, tmp_path / "echo.safetensors")
-    return tmp_path / "echo.safetensors"
+    save_file(weights, path)
+    return path
 
 
-def test_characters_are_written_whole(echo_model, monkeypatch):
+@pytest.mark.pairwise(half="kind")
+def test_characters_are_written_whole(kind, tmp_path, monkeypatch):
     monkeypatch.setitem(ENVIRONMENT, "PYTHONIOENCODING", "ascii")
-    process = start("--model", echo_model, "--prompt", "€", "--tokens", "7", "--temperature", "0")
+    bytes_ = "€".encode()
+    echo = following(kind, tmp_path / "echo.safetensors", 256, zip(bytes_, bytes_[1:] + bytes_[:1]))
+    process = start("--model", echo, "--prompt", "€", "--tokens", "7", "--temperature", "0")
     pieces = []
     while piece := os.read(process.stdout.fileno(), 100):
         pieces.append(piece.decode())  # raises on a part of a character
@@ -237,6 +222,10 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
         (["--tokenizer=bytes", "--vocab=v"], "argument --vocab: does not go with --tokenizer bytes"),
         (["--vocab=nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--vocab", __file__], "World.from_file: "),
+        (["--bias=101"], "argument --bias: is '101', expected ID=NUMBER, as in 0=-inf"),
+        (["--bias=-1=2"], "Sampling: an id of bias is -1, expected"),
+        (["--fading=2"], "Sampling: fading is 2.0, expected a number from 0 to 1"),
+        (["-e", r"--prompt=\ud800"], r"argument --escapes: '\ud800' is half a character, expected a whole one"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint, here):
@@ -247,12 +236,12 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint, here
     assert "Traceback" not in err and "usage" not in err
 
 
-def test_other_files_are_one_line_and_exit_code_2(tmp_path, here):
-    path = tmp_path / "model.safetensors"
-    weights = austen()
+def test_other_files_are_one_line_and_exit_code_2(kind, path, tmp_path, here):
+    weights, path = numbers_of(path), tmp_path / "model.safetensors"
     wide = {name: weights[name][:200] for name in ("emb.weight", "head.weight")}
+    other, version = {6: ("att.gate_w1", "RWKV-6 x060a"), 7: ("ffn.s_emb.weight", "RWKV-7a")}[kind.version.number]
     for change, complaint in (
-        ({"blocks.0.att.gate_w1": np.zeros((256, 8), np.float32)}, "belongs to RWKV-6 x060a, expected"),
+        ({f"blocks.0.{other}": np.zeros((256, 8), np.float32)}, f"belongs to {version}"),
         (wide, "has a vocabulary of 200 tokens, expected 256 (bytes) or 65536 (World)"),
     ):
         save_file({**weights, **change}, path)
@@ -266,10 +255,12 @@ def test_other_files_are_one_line_and_exit_code_2(tmp_path, here):
 GREEDY = ("--temperature", "0")
 
 
-def test_the_prompt_is_on_stdin():
-    wanted = decode("--prompt", "Mr. Knight", "--tokens", 5, *GREEDY).stdout
-    for arguments in ((), ("--prompt", "-")):
-        assert decode(*arguments, "--tokens", 5, *GREEDY, stdin=b"Mr. Knight\n").stdout == wanted
+@pytest.mark.pairwise(half="kind")
+def test_the_prompt_is_on_stdin(generate, path):
+    arguments, prompt = ("--tokens", 5, *GREEDY), b"Mr. Knight\n"
+    for words in ((), ("--prompt", "-")):
+        assert generate(*words, *arguments, stdin=prompt)[1] == "Mr. Knightley a\n"
+    assert decode("--model", path, *arguments, stdin=prompt).stdout == b"Mr. Knightley a\n"  # of a pipe
 
 
 def test_a_pipe_that_nobody_writes_to_is_not_waited_for():
@@ -277,37 +268,77 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for():
         assert process.stdout.read().startswith(b"It is a truth")
 
 
-def test_a_stop_string_is_not_written(here):
+def test_a_stop_string_is_not_written(generate):
     arguments = ("--prompt", "Mr. Knight", "--tokens", 40, *GREEDY)
-    assert here(*arguments, "--stop", "nowhere", "--stop", " his")[1] == "Mr. Knightley and\n"
+    assert generate(*arguments, "--stop", "nowhere", "--stop", " his")[1] == "Mr. Knightley and\n"
 
 
-def test_a_saved_state_goes_on(tmp_path, here):
-    state, again = tmp_path / "state.npz", tmp_path / "again.npz"
-    by_a_process("--prompt", "Mr. Knightley an", "--tokens", 1, *GREEDY, "--save-state", state)
-    goes_on = here("--prompt", " Mrs. W", "--tokens", 5, *GREEDY, "--load-state", state, "--save-state", again)
+@pytest.mark.pairwise(half="kind")
+def test_a_saved_state_goes_on(tmp_path, generate, path):
+    state, again, whole = (tmp_path / f"{name}.npz" for name in ("state", "again", "whole"))
+    by_a_process("--model", path, "--prompt", "Mr. Knightley an", "--tokens", 1, *GREEDY, "--save-state", state)
+    goes_on = generate("--prompt", " Mrs. W", "--tokens", 5, *GREEDY, "--load-state", state, "--save-state", again)
     assert goes_on[1] == " Mrs. Weston\n"
-    whole = here("--prompt", "Mr. Knightley and Mrs. W", "--tokens", 5, *GREEDY, "--save-state", tmp_path / "whole.npz")
-    assert whole[1] == "Mr. Knightley and Mrs. Weston\n"
-    np.testing.assert_allclose(np.load(again)["wkv"], np.load(tmp_path / "whole.npz")["wkv"], rtol=0, atol=1e-4)
-    code, _, err = here("--load-state", state)
+    at_once = generate("--prompt", "Mr. Knightley and Mrs. W", "--tokens", 5, *GREEDY, "--save-state", whole)
+    assert at_once[1] == "Mr. Knightley and Mrs. Weston\n"
+    np.testing.assert_allclose(np.load(again)["wkv"], np.load(whole)["wkv"], rtol=0, atol=1e-4)
+    code, _, err = generate("--load-state", state)
     assert code == 2 and "wants a --prompt to read, as a state holds no next token" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.npz", "state.npz", "whole.npz"]
 
 
-def test_a_chat_answers_every_line_and_carries_its_state():
+def test_a_chat_answers_every_line_and_carries_its_state(generate):
     def chat(lines):
-        done = decode("--chat", "--tokens", 20, *GREEDY, stdin=lines)
-        assert done.returncode == 0 and b"Traceback" not in done.stderr
-        return done.stdout
+        code, out, err = generate("--chat", "--tokens", 20, *GREEDY, stdin=lines)
+        assert code == 0 and "Traceback" not in err
+        return out
 
     one, two = chat(b"How do you do?\n"), chat(b"How do you do?\n\nEmma\n")
     assert two.startswith(one) and len(two) > len(one)
     assert two != one + chat(b"Emma\n")
 
 
-def test_help_says_what_the_model_cannot_do():
-    assert b"no chat model" in b" ".join(decode("--help").stdout.split())
+@pytest.fixture(scope="module")
+def world():
+    try:
+        return models.World.installed()
+    except FileNotFoundError:
+        pytest.skip("no package with the vocabulary is installed")
+
+
+@pytest.mark.parametrize(
+    "answer, options, written, between",
+    [
+        (" Well.\n\n", (), " Well.", ""),  # the state has read the empty line that ends a turn
+        (" Well.", (), " Well.", "\n\n"),  # followed by the id that ends a text
+        (" Well. I am", ("-n", 2), " Well.", "\n\n"),
+        (" Well.", ("-e", "--stop", r".", "-p", r"Emma\nwas here."), " Well", ""),
+    ],
+)
+def test_turns_of_a_chat_with_a_world_model(
+    kind, world, here, tmp_path, monkeypatch, answer, options, written, between
+):
+    """A turn has the form with which World models were trained, and the next one follows its end."""
+    read, turns = generating.read, []
+
+    def noted(model, tokens, state, progress):
+        turns.append((world.decode(tokens), state is None))
+        return read(model, tokens, state, progress)
+
+    monkeypatch.setattr(generating, "read", noted)
+    monkeypatch.setattr(models.World, "installed", lambda: world)
+    ids = [*world.encode("User: a\n\nAssistant:")[-1:], *world.encode(answer), world.end]
+    path = following(kind, tmp_path / "model.safetensors", 65536, zip(ids, ids[1:]))
+    code, out, err = here("--model", path, "--chat", *GREEDY, *options, stdin=b"How do you do?\n\nI am well. \n")
+    assert (code, out) == (0, f"{written}\n" * 2), err
+    system = "Emma\nwas here.\n\n" if "-p" in options else ""
+    first, second = (f"User: {line}\n\nAssistant:" for line in ("How do you do?", "I am well."))
+    assert turns == [(system + first, True), (between + second, False)]
+    assert 'which answers if it was taught to: "User: ...\\n\\nAssistant:"' in err
+
+
+def test_help_says_what_the_model_cannot_do(here):
+    assert "no chat model" in " ".join(here("--help")[1].split())
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -325,7 +356,7 @@ def batch(tmp_path, here):
     return run
 
 
-def test_a_batch_is_what_the_texts_are_alone(batch, here):
+def test_a_batch_is_what_the_texts_are_alone(batch, generate):
     lines = [
         {"prompt": "It is a truth", "seed": 3},
         b"",
@@ -333,7 +364,7 @@ def test_a_batch_is_what_the_texts_are_alone(batch, here):
         {"prompt": "Emm", "temperature": 0, "tokens": 1},
         {"prompt": "Anne " * 200, "top_p": 0.5, "top_k": 3},
     ]
-    code, messages, target = batch(lines, "--slots", 2, "--tokens", 25)
+    code, messages, target = batch(lines, "--slots", 2, "--tokens", 25, generate=generate)
     assert code == 0, messages
     out = [json.loads(line) for line in target.read_text().splitlines()]
     assert [line["prompt"] for line in out] == [line["prompt"] for line in lines if line]
@@ -344,25 +375,25 @@ def test_a_batch_is_what_the_texts_are_alone(batch, here):
         ("length", 25),
     ]
     assert out[1]["text"] == "ley and" and out[2]["text"] == "a"
-    alone = here("--prompt", "It is a truth", "--seed", 3, "--tokens", 25)
+    alone = generate("--prompt", "It is a truth", "--seed", 3, "--tokens", 25)
     assert alone[1] == f"It is a truth{out[0]['text']}\n"
 
 
-def test_every_way_of_drawing_is_an_option_and_a_field_of_a_line(batch, here):
+def test_every_way_of_drawing_is_an_option_and_a_field_of_a_line(batch, generate, path):
     """Both draw what `Model.generate` draws by the same fields."""
     bias = {ord("e"): -np.inf, ord("a"): 1.5}
     how = dict(temperature=1.5, top_k=20, top_p=0.95, min_p=0.01, temperature_last=True, presence=0.2, frequency=0.1)
     how |= dict(fading=0.9, repetition=1.1, bias=bias, logprobs=True, seed=7)
     assert {*how, "vocabulary"} == {field.name for field in fields(Sampling)}
-    wanted = bytes(islice(RWKV6.from_file(AUSTEN).generate(b"Emma\n", **how), 25)).decode()
+    wanted = bytes(islice(models.load(path).generate(b"Emma\n", **how), 25)).decode()
     of_numbers = [name for name in how if name not in ("bias", "temperature_last", "logprobs")]
     words = [word for name in of_numbers for word in (f"--{name.replace('_', '-')}", how[name])]
     words += [word for id, number in bias.items() for word in ("--bias", f"{id}={number}")]
-    code, out, err = here("-e", "-p", r"Emma\n", "-n", 25, "--temperature-last", "--logprobs", *words)
+    code, out, err = generate("-e", "-p", r"Emma\n", "-n", 25, "--temperature-last", "--logprobs", *words)
     assert (code, out) == (0, f"Emma\n{wanted}\n")
     tokens = re.findall(r"^ +(-\d+\.\d{4})  (.+)$", err, re.M)
     assert [literal_eval(token) for _, token in tokens] == [*wanted]
-    code, messages, target = batch([{"prompt": "Emma\n", "tokens": 25, **how}])
+    code, messages, target = batch([{"prompt": "Emma\n", "tokens": 25, **how}], generate=generate)
     line = json.loads(target.read_text())
     assert (code, line["text"]) == (0, wanted), messages
     np.testing.assert_allclose(line["logprobs"], [float(number) for number, _ in tokens], atol=1e-4)
@@ -472,8 +503,8 @@ def test_an_output_that_is_the_input_is_refused(batch, tmp_path, here):
     assert (tmp_path / "model.safetensors").read_bytes() == AUSTEN.read_bytes()
 
 
-def test_a_text_that_cannot_go_on_leaves_the_others(batch, tmp_path):
-    weights = austen()
+def test_a_text_that_cannot_go_on_leaves_the_others(batch, path, tmp_path):
+    weights = numbers_of(path)
     weights["emb.weight"][ord("~")] = np.nan
     save_file(weights, tmp_path / "model.safetensors")
     code, messages, target = batch(
@@ -498,10 +529,10 @@ def test_a_text_that_cannot_go_on_leaves_the_others(batch, tmp_path):
     ]
 
 
-def test_a_folder_of_hugging_face_by_its_path(tmp_path, here):
+def test_a_folder_of_hugging_face_by_its_path(tmp_path, path, here, generate):
     """With the vocabulary that stands in such a folder."""
-    os.symlink(AUSTEN, tmp_path / "model.safetensors")
-    wanted = here("--prompt", "Mr. Knight", "--tokens", 5, *GREEDY)[1]
+    os.symlink(path, tmp_path / "model.safetensors")
+    wanted = generate("--prompt", "Mr. Knight", "--tokens", 5, *GREEDY)[1]
     assert here("--model", tmp_path, "--prompt", "Mr. Knight", "--tokens", 5, *GREEDY)[1] == wanted
     (tmp_path / "rwkv_vocab_v20230424.txt").write_text("damaged")
     _, _, err = here("--model", tmp_path, "--tokenizer", "world")
