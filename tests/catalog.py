@@ -285,6 +285,7 @@ def of_models():
             yield rwkv6.ShiftMix(T, *shape)
         for how in product(rwkv6.GatedNorm.WIDTHS, rwkv6.GatedNorm.DEPTHS, (False, True)):
             yield rwkv6.GatedNorm(T, *how)
+        yield rwkv6.GatedNorm.fitting(T, rwkv6.GatedNorm.MOST_N, BONUS=False)
         for threads in model_products.Matvec.THREADS:
             yield model_products.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)

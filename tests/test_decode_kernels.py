@@ -9,6 +9,7 @@ import catalog
 import ml_dtypes
 import numpy as np
 import pytest
+from fla_names import named_activation
 from planned import host
 
 from linattn_np import ContractError, NotSupported
@@ -510,9 +511,18 @@ def test_sizes_that_are_refused(device, change, complaint, kind, rng):
         decoder_of(kind, random_weights(kind, rng, sizes=SMALL | change), np.float32, 1, device)
 
 
-def test_a_rank_of_rwkv6_that_is_refused(device, rng):
-    with pytest.raises(ContractError, match="RWKV6: W is 520, expected at most 512"):
-        decoder_of(RWKV6, random_weights(RWKV6, rng, sizes=SMALL | {"W": 520}), np.float32, 1, device)
+def test_models_without_kernels_of_steps(device, rng):
+    """Layers read their tokens as prompts."""
+    wide = random_weights(RWKV6, rng, sizes=SMALL | {"W": 520})
+    for weights in (wide, random_weights(RWKV6, rng) | named_activation("relu")):
+        decoder = decoder_of(RWKV6, weights, np.float32, 1, device)
+        with pytest.raises(
+            ContractError, match="no kernel computes a step, expected hidden_act sqrelu, N up to 256, W"
+        ):
+            decoder.step(device.upload(np.zeros(1, np.int64)), decoder.initial_state())
+    with pytest.raises(ContractError, match="N is 516, expected at most 512 on the GPU; the CPU takes any"):
+        sizes = SMALL | {"H": 2, "N": 516, "D": 1032}
+        decoder_of(RWKV6, random_weights(RWKV6, rng, sizes=sizes), np.float32, 1, device)
 
 
 def test_arrays_that_are_refused(device, kind, rng):

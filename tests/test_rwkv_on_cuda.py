@@ -107,6 +107,21 @@ def test_keys_of_flas_rwkv6_with_fewer_channels_than_values(on_cuda, batch, dtyp
     assert not host(state.wkv)[..., SMALL["N"] // 2 :, :].any() and wanted_state.wkv.any()
 
 
+@pytest.mark.parametrize("kind", [RWKV6])
+@pytest.mark.parametrize("sizes", [{"N": 320}, {"N": 512}, {"W": 520, "N": 64}], ids=str)
+def test_sizes_beyond_the_kernels_of_steps(on_cuda, kind, sizes, rng):
+    """As fla's default ones, four heads of 512 channels: tokens are read as prompts."""
+    sizes = SMALL | sizes | {"H": 2, "D": 2 * sizes["N"]}
+    weights, tokens = random_weights(kind, rng, sizes=sizes), rng.integers(0, SMALL["V"], (2, 5))
+    reference = kind(weights)
+    start = begun(reference, 2, rng)
+    found, state = in_calls(on_cuda(weights), tokens, [3, 1, 1], start)
+    wanted, wanted_state = in_calls(reference, tokens, [3, 1, 1], start)
+    close(found, wanted, 1e-5)
+    for part, wanted_part in zip(state.arrays, wanted_state.arrays):
+        close(host(part), wanted_part, 1e-5)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
 @pytest.mark.parametrize("act", ["relu", "gelu", "silu", "sigmoid", "logsigmoid"])

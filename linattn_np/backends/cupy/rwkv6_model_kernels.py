@@ -456,7 +456,16 @@ class GatedNorm(HeadKernel):
         "pointers o, pointers? r k v, pointers gate weight bias, pointers? bonus, pointers y, "
         "int64s rows H N, float64s eps"
     )
+    MANY: ClassVar[int] = 8  # GROUPS of more than 256 channels, which only RWKV-6's heads have
+    MOST_N: ClassVar[int] = HeadKernel.CHANNELS_APART * MANY
     BONUS: bool
+
+    @classmethod
+    def fitting(cls, X, N, **fields):
+        """As `HeadKernel.fitting`. Registers have no room for so many groups of 8 channels."""
+        if N > cls.CHANNELS_APART * cls.DEPTHS[-1]:
+            return cls(X, cls.WIDTHS[-1], cls.MANY, **fields)
+        return super().fitting(X, N, **fields)
 
 
 class GatedAdd(ElementwiseKernel):

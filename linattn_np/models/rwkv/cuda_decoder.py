@@ -73,6 +73,7 @@ class CudaDecoder(NotCopied):
     # Each version sets these, and defines the methods that raise NotImplementedError.
     version: ClassVar[Version]
     size_limits: ClassVar[dict[str, int]]  # axis -> the largest size that the kernels' registers and memory can hold
+    step_limits: ClassVar[dict[str, int]] = {}  # axis -> the largest size that the kernels of steps can, if it is less
     default_sizes: ClassVar[dict[str, int]] = {}  # axis -> the size that kernels take where no parameter has the axis
     step_class: ClassVar[type[DecodingStep]]  # makes the plan of a step
     operations: ClassVar[type[MixOperations]]  # makes the plan of a layer for prompts
@@ -94,6 +95,9 @@ class CudaDecoder(NotCopied):
         self.hidden_act = hidden_act(weights)
         if self.hidden_act != SQRELU and self.dtype == np.float16:
             version.refuse(f"dtype is float16, expected bfloat16 or float32 beside hidden_act {self.hidden_act!r}")
+        small = all(self.sizes[axis] <= most for axis, most in self.step_limits.items())
+        # whether kernels of steps compute the model; else its tokens are read as prompts
+        self.has_steps = small and self.hidden_act == SQRELU
         copies = WeightCopies(device, version, weights, loaded, self.matrix_dtype)
         self.model_weights, self.all_layers = copies.of_model(), copies.of_all_layers(sizes["L"])
         self.layers = [entries(self.all_layers, i) for i in range(sizes["L"])]
@@ -269,7 +273,10 @@ class CudaDecoder(NotCopied):
         return [partial(command, None) for command in CompiledPlan(plan, self.device).commands(arrays)]
 
     def plan_of(self, tokens, state, slots, layers) -> tuple[Plan, list]:
-        """The plan of a step, and the arrays that its launches take."""
+        """The plan of a step, and the arrays that its launches take; ContractError unless `has_steps`."""
+        if not self.has_steps:
+            limits = "".join(f", {axis} up to {most}" for axis, most in self.step_limits.items())
+            self.version.refuse(f"no kernel computes a step, expected hidden_act {SQRELU}{limits}: `CudaLayers` does")
         parts, descriptions, arrays = describe_parts(
             self.device,
             model=vars(self.model_weights),
@@ -533,7 +540,7 @@ def checked_sizes(version, sizes, dtype, limits):
             version.refuse(f"{axis} is {sizes[axis]}, expected a multiple of {multiple} on {gpu}")
     for axis, most in limits.items():
         if sizes[axis] > most:
-            version.refuse(f"{axis} is {sizes[axis]}, expected at most {most} on the GPU")
+            version.refuse(f"{axis} is {sizes[axis]}, expected at most {most} on the GPU; the CPU takes any")
     return sizes
 
 

@@ -9,7 +9,7 @@ from ..devices import NotCopied
 from ..locks import Turns
 from .cuda_decoder import DTYPES, FLOAT32, INT64, CudaDecoder
 from .cuda_prompts import Prompts, head_plan
-from .version import SQRELU, initial_states
+from .version import initial_states
 
 # The most batch sizes with stored buffers, the most sets of prompts' lengths with stored plans, and the most of `heads`
 MOST_CACHED = 8
@@ -31,9 +31,7 @@ class CudaLayers(NotCopied):
         self.device, self.steps = self.decoder.device, {1: Steps(self.decoder)}
         self.prompts: dict[tuple, Prompts] = {}
         self.heads: dict[int, CompiledPlan] = {}  # by the number of rows
-        # whether kernels of steps compute the model; else a token is read as a prompt
-        self.has_steps = self.decoder.hidden_act == SQRELU
-        if self.has_steps:
+        if self.decoder.has_steps:
             self.decoder.compile()  # in the background, as compiling takes long and most calls begin with a prompt
         self.zeros, self.asarray = self.device.zeros, self.device.upload
         self.Array = type(self.zeros((0,), FLOAT32))  # the class of arrays on this device
@@ -49,7 +47,7 @@ class CudaLayers(NotCopied):
     def logits(self, tokens, state, sequences, last):
         """Logits [B * T, V], or [N, V] for the last tokens only; `tokens` are host integers."""
         with self.turn():
-            if sequences.one_token_each and self.has_steps:
+            if sequences.one_token_each and self.decoder.has_steps:
                 return self.steps_of(len(tokens))(tokens, state, sequences.slots)
             return self.by_prompts(tokens, state, sequences, last)
 

@@ -88,11 +88,8 @@ class CudaDecoder(cuda_decoder.CudaDecoder):
 
     version, step_class, operations, one_launch = VERSION, DecodingStep, MixOperations, kernels.DecodeFew
     # the largest that the kernels take
-    size_limits: ClassVar = {
-        "D": kernels.ChosenNorm.MOST_CHANNELS,
-        "N": kernels.TimeMixStep.MOST_N,
-        "W": kernels.TimeMixStep.MOST_W,
-    }
+    size_limits: ClassVar = {"D": kernels.ChosenNorm.MOST_CHANNELS, "N": kernels.GatedNorm.MOST_N}
+    step_limits: ClassVar = {"N": kernels.TimeMixStep.MOST_N, "W": kernels.TimeMixStep.MOST_W}
 
     def version_buffers(self, terms, X):
         """The buffers that the top of this module lists. `buffer` makes a float32 array."""
