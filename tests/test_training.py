@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -23,14 +24,12 @@ from safetensors.numpy import load_file, save_file
 import linattn_np
 from linattn_np.__main__ import main
 from linattn_np.errors import ContractError
-from linattn_np.models import RWKV6, checkpoint, training, training_steps
+from linattn_np.models import austen, checkpoint, training, training_steps
 from linattn_np.models.checkpoint import CheckpointError
-from linattn_np.models.rwkv6 import grad
-from linattn_np.models.rwkv6.names import VERSION
-from linattn_np.models.rwkv6.parameters import Layout
 from linattn_np.models.training import Settings, Text, Training
 from linattn_np.models.training_products import HostProducts
 from linattn_np.models.training_steps import StepInputs, keep
+from linattn_np.models.versions import VERSIONS
 
 WROTE = "wrote {0}/model.safetensors. To write with it: linattn-np generate --model {0}/model.safetensors 'The '"
 TRAIN = [sys.executable, "-m", "linattn_np", "train"]
@@ -40,24 +39,30 @@ SMALL = Settings(layers=2, width=16, head_size=8, batch=4, context=24, steps=30,
 V = 11
 
 
+@pytest.fixture
+def train(kind):
+    """`Training` of a model of each version."""
+    return partial(Training, kind=kind)
+
+
 # -- gradients --------------------------------------------------------------------------------------------------------
 @pytest.fixture
-def model(rng):
+def model(kind, rng):
     """A layout, float64 weights away from the many zeros of the first ones, and tokens [B, T + 1]."""
-    layout = Layout(Layout.sizes_of(layers=2, width=16, head_size=4, vocabulary=V))
+    layout = kind.layout(kind.layout.sizes_of(layers=2, width=16, head_size=4, vocabulary=V))
     return layout, layout.initial(0) + 0.1 * rng.standard_normal(layout.size), rng.integers(0, V, (3, 20))
 
 
 def value_and_gradient(layout, vector, tokens, drop=keep, products=HostProducts(), matrices=None):
     gradient = np.full(layout.size, np.nan, vector.dtype)
-    value, pull = grad.loss(layout.tree(vector, matrices), tokens, products, drop)
+    value, pull = VERSIONS[layout.version.number].loss(layout.tree(vector, matrices), tokens, products, drop)
     pull(layout.tree(gradient))
     return float(value), gradient
 
 
-def test_the_loss_is_that_of_the_models_logits(model):
+def test_the_loss_is_that_of_the_models_logits(kind, model):
     layout, vector, tokens = model
-    logits, _ = RWKV6(layout.named(vector.astype(np.float32))).forward(tokens[:, :-1])
+    logits, _ = kind(layout.named(vector.astype(np.float32))).forward(tokens[:, :-1])
     logits = logits.astype(np.float64)
     log_sums = np.log(np.exp(logits).sum(-1))
     wanted = (log_sums - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]).mean()
@@ -77,9 +82,9 @@ class Rounded(HostProducts):
 
 
 @pytest.fixture
-def wide(rng):
+def wide(kind, rng):
     """The same of a model close to its first weights, with gradients that rounding moves by 4e-3 (60 seeds)."""
-    layout = Layout(Layout.sizes_of(layers=2, width=64, head_size=32))
+    layout = kind.layout(kind.layout.sizes_of(layers=2, width=64, head_size=32))
     return layout, layout.initial(0) + 0.02 * rng.standard_normal(layout.size), rng.integers(0, 256, (4, 130))
 
 
@@ -209,28 +214,29 @@ def test_the_fastest_algorithm_of_a_large_product(card, rng, monkeypatch, dtype)
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
-def test_a_tree_is_views_of_every_element():
-    layout = Layout(Layout.sizes_of(layers=2, width=16, head_size=8))
+def test_a_tree_is_views_of_every_element(kind):
+    layout = kind.layout(kind.layout.sizes_of(layers=2, width=16, head_size=8))
     vector = np.zeros(layout.size)
     tree = layout.tree(vector)
     arrays = [array for part in (tree, *tree.layers) for array in vars(part).values() if isinstance(array, np.ndarray)]
     for array in arrays:
         array += 1
     assert (vector == 1).all()
-    assert list(layout.named(vector)) == list(VERSION.parameter_axes(2))
-    assert sum(end - start for name, (start, end) in layout.spans.items() if VERSION.is_matrix(name)) == layout.matrices
+    version = kind.version
+    assert list(layout.named(vector)) == list(version.parameter_axes(2))
+    assert sum(end - start for name, (start, end) in layout.spans.items() if version.is_matrix(name)) == layout.matrices
 
 
-def test_the_example_models_sizes_are_those_of_its_width():
-    weights = load_file(Path(__file__).parents[1] / "examples/data/austen-x060/model.safetensors")
-    layout = Layout(Layout.sizes_of(layers=4, width=256, head_size=64))
+def test_the_example_models_sizes_are_those_of_its_width(kind):
+    weights = load_file(austen(kind.version.number))
+    layout = kind.layout(kind.layout.sizes_of(layers=4, width=256, head_size=64))
     assert layout.shapes == {name: weights[name].shape for name in layout.shapes} and len(weights) == len(layout.shapes)
 
 
 # -- the optimiser and the text ---------------------------------------------------------------------------------------
-def test_a_step_is_adamws():
+def test_a_step_is_adamws(train):
     """Loshchilov and Hutter, algorithm 2, with the gradient clipped to its greatest norm."""
-    one = Training(TEXT, replace(SMALL, dropout=0.0, weight_decay=0.5))
+    one = train(TEXT, replace(SMALL, dropout=0.0, weight_decay=0.5))
     weights, first, second = one.steps.weights.astype(np.float64), 0, 0
     decayed = np.arange(one.layout.size) < one.layout.matrices
     for step in range(1, 4):
@@ -244,8 +250,8 @@ def test_a_step_is_adamws():
     assert np.abs(one.steps.weights - weights).max() < 2e-4
 
 
-def test_the_learning_rate_rises_and_falls():
-    one = Training(TEXT, replace(SMALL, steps=100, lr=1.0))
+def test_the_learning_rate_rises_and_falls(train):
+    one = train(TEXT, replace(SMALL, steps=100, lr=1.0))
     rates = []
     for one.step_number in range(101):
         rates.append(one.learning_rate())
@@ -271,7 +277,7 @@ def test_of_a_long_text_no_more_is_held_out_than_32_steps_read():
 
 
 @pytest.mark.parametrize("view", ["array", "read-only", "map", "bytearray"])
-def test_the_text_is_no_memory_that_others_write_to(view, tmp_path):
+def test_the_text_is_no_memory_that_others_write_to(train, view, tmp_path):
     """What a caller does with an array afterwards changes neither steps nor the text's fingerprint."""
     (tmp_path / "text.bin").write_bytes(TEXT)
     owner = bytearray(TEXT) if view == "bytearray" else np.frombuffer(TEXT, np.uint8).copy()
@@ -279,24 +285,24 @@ def test_the_text_is_no_memory_that_others_write_to(view, tmp_path):
         owner = np.memmap(tmp_path / "text.bin", mode="r+")
     given = np.frombuffer(owner, np.uint8) if view == "bytearray" else owner[:]
     given.flags.writeable = view != "read-only"
-    found, wanted = Training(given, SMALL), Training(TEXT, SMALL)
+    found, wanted = train(given, SMALL), train(TEXT, SMALL)
     np.asarray(owner)[:] = 0
     assert [float(found.step()) for _ in range(3)] == [float(wanted.step()) for _ in range(3)]
 
 
-def test_bytes_are_not_copied():
-    assert np.shares_memory(Training(TEXT, SMALL).text.tokens, np.frombuffer(TEXT, np.uint8))
+def test_bytes_are_not_copied(train):
+    assert np.shares_memory(train(TEXT, SMALL).text.tokens, np.frombuffer(TEXT, np.uint8))
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
-def test_a_restored_training_goes_on_bit_for_bit(tmp_path):
-    whole, part = Training(TEXT, SMALL), Training(TEXT, SMALL)
+def test_a_restored_training_goes_on_bit_for_bit(train, kind, tmp_path):
+    whole, part = train(TEXT, SMALL), train(TEXT, SMALL)
     for _ in range(12):
         whole.step()
     for _ in range(7):
         part.step()
     part.save(tmp_path / "training.safetensors")
-    again = Training.restore(tmp_path / "training.safetensors", TEXT)
+    again = Training.restore(tmp_path / "training.safetensors", TEXT, kind=kind)
     assert 0 < again.seconds == part.seconds
     for _ in range(5):
         again.step()
@@ -304,8 +310,8 @@ def test_a_restored_training_goes_on_bit_for_bit(tmp_path):
         np.testing.assert_array_equal(getattr(again.steps, name), getattr(whole.steps, name))
 
 
-def test_a_write_that_fails_leaves_the_older_file(tmp_path, monkeypatch):
-    one, path = Training(TEXT, SMALL), tmp_path / "training.safetensors"
+def test_a_write_that_fails_leaves_the_older_file(train, tmp_path, monkeypatch):
+    one, path = train(TEXT, SMALL), tmp_path / "training.safetensors"
     one.save(path)
     before = path.read_bytes()
     one.step()
@@ -322,13 +328,15 @@ def until_exists(path, writer):
         time.sleep(0.01)
 
 
-def test_killed_at_a_random_moment_it_goes_on_as_if_it_had_not_been(tmp_path):
+@pytest.mark.pairwise(half="kind")
+def test_killed_at_a_random_moment_it_goes_on_as_if_it_had_not_been(train, kind, tmp_path):
     (tmp_path / "text").write_bytes(TEXT)
-    steps = dict(asdict(SMALL), steps=120)
+    steps = dict(asdict(SMALL), steps=60)
     command = [*TRAIN, "--text", str(tmp_path / "text"), "--device", "cpu", "--every", "0"]
+    command += ["--version", str(kind.version.number)]
     new = [f"--{name.replace('_', '-')}={value}" for name, value in steps.items() if value is not None]
-    whole = Training(TEXT, Settings(**steps))
-    for _ in range(120):
+    whole = train(TEXT, Settings(**steps))
+    for _ in range(60):
         whole.step()
     whole.save_model(tmp_path / "whole.safetensors")
 
@@ -342,7 +350,7 @@ def test_killed_at_a_random_moment_it_goes_on_as_if_it_had_not_been(tmp_path):
         assert killed.returncode == -signal.SIGKILL
         again = [*command, "--out", str(tmp_path / "out"), "--resume"]
         done = subprocess.run(again, env=ENVIRONMENT, capture_output=True, timeout=PATIENCE)
-        assert done.returncode == 0 and b"step 120, " in done.stderr, done.stderr
+        assert done.returncode == 0 and b"step 60, " in done.stderr, done.stderr
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 
 
@@ -382,21 +390,21 @@ def about(**changes):
     ],
     ids=range(23),
 )
-def test_a_hostile_checkpoint_is_refused(change, complaint, tmp_path):
+def test_a_hostile_checkpoint_is_refused(train, kind, change, complaint, tmp_path):
     path = tmp_path / "training.safetensors"
-    Training(TEXT, SMALL).save(path)
+    train(TEXT, SMALL).save(path)
     held = {name: array for name, array in {**load_file(path), **change}.items() if array is not None}
     save_file(held, path)
     with pytest.raises(CheckpointError, match=complaint):
-        Training.restore(path, TEXT)
+        Training.restore(path, TEXT, kind=kind)
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path):
+def test_a_damaged_checkpoint_is_refused(train, kind, tmp_path):
     path = tmp_path / "training.safetensors"
-    Training(TEXT, SMALL).save(path)
+    train(TEXT, SMALL).save(path)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="damaged"):
-        Training.restore(path, TEXT)
+        Training.restore(path, TEXT, kind=kind)
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -425,25 +433,16 @@ def test_one_training_writes_into_a_folder(tmp_path):
 
 
 @pytest.fixture
-def command(tmp_path, capsys):
+def command(kind, tmp_path, capsys):
     """A function that trains on a text, and returns the command's exit code and the last line of its messages."""
     (tmp_path / "text").write_bytes(TEXT)
     small = ["--layers", 1, "--width", 16, "--head-size", 8, "--context", 24, "--steps", 3]
+    always = ["--text", tmp_path / "text", "--out", tmp_path / "out", "--device", "cpu"]
+    always += ["--version", kind.version.number]
 
     def run(*arguments, small=small):
         try:
-            code = main(
-                [
-                    "train",
-                    "--text",
-                    str(tmp_path / "text"),
-                    "--out",
-                    str(tmp_path / "out"),
-                    "--device",
-                    "cpu",
-                    *map(str, [*small, *arguments]),
-                ]
-            )
+            code = main(["train", *map(str, [*always, *small, *arguments])])
         except SystemExit as end:
             code = end.code
         return code, capsys.readouterr().err.splitlines()[-1]
@@ -457,7 +456,7 @@ def command(tmp_path, capsys):
         (["--text=nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["--text", os.devnull], f"{os.devnull}: is a device, expected a file or a pipe"),
         (["--context=2000"], "expected at least 4001 and 2 for a context of 2000"),
-        (["--head-size=7"], "RWKV6: width 16 is no multiple of the head size 7"),
+        (["--head-size=7"], ": width 16 is no multiple of the head size 7"),
         (["--batch=0"], "argument --batch: is '0', expected a whole number from 1 up"),
         (["--lr=-1"], "Training: lr is -1.0, expected a number above 0"),
         (["--dropout=1"], "Training: dropout is 1.0, expected a number from 0 up and below 1"),
@@ -492,11 +491,11 @@ def test_cuda_without_cupy_is_said_so(command, monkeypatch):
     assert code == 2 and "Training: device 'cuda' cannot be used: " in line
 
 
-def test_settings_of_numpy_are_those_of_python(tmp_path):
+def test_settings_of_numpy_are_those_of_python(train, kind, tmp_path):
     odd = replace(SMALL, layers=np.int64(2), lr=np.float32(0.01), dropout=0)
     assert {type(value) for value in asdict(odd).values()} == {int, float, type(None)}
-    Training(TEXT, odd).save(tmp_path / "x.safetensors")
-    assert Training.restore(tmp_path / "x.safetensors", TEXT).settings == odd
+    train(TEXT, odd).save(tmp_path / "x.safetensors")
+    assert Training.restore(tmp_path / "x.safetensors", TEXT, kind=kind).settings == odd
 
 
 def test_a_text_that_would_be_replaced_is_refused(command, tmp_path):
@@ -556,9 +555,9 @@ def test_a_step_is_fed_by_one_copy(monkeypatch):
     assert waited == [0, 0, 1, 1] and fed[:2] == fed[2:] and fed[0] != fed[1]
 
 
-def test_warming_up_changes_nothing():
+def test_warming_up_changes_nothing(train):
     """What is compiled meanwhile takes nothing of `minutes`."""
-    one, other = (Training(TEXT, SMALL) for _ in range(2))
+    one, other = (train(TEXT, SMALL) for _ in range(2))
     one.warm_up()
     assert one.seconds == 0 and one.latest is None
     assert [float(one.step()) for _ in range(2)] == [float(other.step()) for _ in range(2)]
