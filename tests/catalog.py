@@ -69,11 +69,9 @@ def on_every_card():
             yield from split_channels(order, T, G, products)
         if T == BFLOAT16:
             yield gated.GatedWideOperands(order, T, G)
-        for cls, size in product(
-            (gated.GatedSmallForward, gated.GatedSmallStates, gated.GatedSmallBackward), gated.SMALL_SIZES
-        ):
-            for gates_columns in (False, True) if order == "AfterWrite" else (False,):
-                yield cls(order, T, G, size, gates_columns)
+        for size, gates_columns in product(gated.SMALL_SIZES, (False, True) if order == "AfterWrite" else (False,)):
+            yield from (gated.GatedSmallForward(order, T, G, size, gates_columns, outputs) for outputs in (True, False))
+            yield gated.GatedSmallBackward(order, T, G, size, gates_columns)
         for longest in gated.SHORT_SEQUENCES:
             yield gated.GatedShortForward(order, T, G, longest)
             yield gated.GatedShortBackward(order, T, G, TOKENS=longest)

@@ -44,7 +44,7 @@ def test_forward(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, packed,
     start = rng.standard_normal((sizes["N"], H, K, V)).astype(np.float32)
     plan = planned.plan_of(op.bind([device.upload(x) for x in arrays], **arguments), device)
     kernels = [name for name in planned.names(plan) if name != "elementwise_copy_rows"]  # rows of odd halves are copied
-    cut_in = ["gated_small_states", "gated_scan_segments"] * (P > 1)
+    cut_in = ["gated_small_forward", "gated_scan_segments"] * (P > 1)
     assert kernels == [*cut_in, "gated_small_forward"]
     found = results(op, arrays, device, start, True, **arguments)
     assert_results(OPS[op], arrays, found, dtype, initial_state=start, **arguments)
@@ -74,7 +74,7 @@ def test_gradients(device, rng, cut, op, dtype, gate_dtype, K, V, H, gate, lengt
     problem = call.op.bind(arrays, gradient=True, initial_state=start[0], **options)
     final = (device.upload(call.dht),) if dht else None
     plan = planned.plan_of_pullback(problem, device, do[0], final)  # on copies, where rows are no whole 16 bytes
-    cut_in = ["gated_small_states"] * (P > 1) + ["gated_scan_both_ways"] * (P > 2)
+    cut_in = ["gated_small_forward"] * (P > 1) + ["gated_scan_both_ways"] * (P > 2)
     names = [name for name in planned.names(plan) if name != "elementwise_copy_rows"]
     assert names[: len(cut_in) + 1] == [*cut_in, "gated_small_backward"]
     found, first = planned.pull(problem, device, do[0], final)

@@ -219,7 +219,7 @@ class SmallForward(ForwardPass):
     """The forward pass by kernels for heads of at most 16 channels and columns, of which a warp computes several."""
 
     def launch_outputs(self, spans, initial, final):
-        args = {"u": self.u, "initial": initial, "final": final}
+        args = {"u": self.u, "initial": initial, "final": final, "segments": 1, "computed": 1, "both": False}
         self.launch(self.cut.kernel, spans, self.cut.segments, {"o": self.o}, **args)
 
     @property

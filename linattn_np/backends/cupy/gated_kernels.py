@@ -591,22 +591,17 @@ class GatedSmall(GatedKernel):
 
 
 class GatedSmallForward(GatedSmall):
-    """o and the final state."""
+    """o and the final state. Without `outputs`: the summaries of the first `computed` of the `segments` of each
+    sequence: each segment's final state if its initial state is 0 (`states`), and the product of its `decays`; with
+    `both` also the same backwards in time, for the state's gradient."""
 
     file = "gated/small_forward"
-    arguments = members("strided q k v g o, pointers u initial final, shape, float64s scale, int64s bytes, strided? gv")
-
-
-class GatedSmallStates(GatedSmall):
-    """The summaries of the first `computed` of the `segments` of each sequence: each segment's final state if its
-    initial state is 0 (`states`), and the product of its `decays`; with `both` also the same backwards in time, for the
-    state's gradient."""
-
-    file = "gated/small_states"
     arguments = members(
-        "strided q k v, strided? do_, strided g, pointers? initial dht, pointers states decays, shape, float64s scale, "
-        "int64s segments computed both bytes, strided? gv, pointers? column_decays"
+        "strided q k v g, strided? o, pointers? u initial final, shape, float64s scale, int64s bytes, strided? gv do_, "
+        "pointers? dht states decays column_decays, int64s segments computed both"
     )
+    shared_memory = ("Shared<{dtype}, {gate}, {D}, {gates_columns}, {outputs}>",)
+    outputs: bool = True
 
 
 class GatedSmallBackward(GatedSmall):

@@ -21,7 +21,7 @@ blocks of a launch on uncut sequences, `capacity` the blocks or multiprocessors 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isqrt
 from typing import Any
 
@@ -54,7 +54,6 @@ from .gated_kernels import (
     GatedShortForward,
     GatedSmallBackward,
     GatedSmallForward,
-    GatedSmallStates,
     GatedWideForward,
     GatedWideOperands,
     ScanBothWays,
@@ -455,7 +454,8 @@ def cut_that_fills(problem, device, way, kernel, summary, spared=0, shortest=SEG
 
 def small_forward_cut(problem, device):
     """The cut for the kernels of small heads."""
-    kernel, summary = (cls.fitting(problem, gate_dtype(problem)) for cls in (GatedSmallForward, GatedSmallStates))
+    kernel = GatedSmallForward.fitting(problem, gate_dtype(problem))
+    summary = replace(kernel, outputs=False)
     return cut_into(problem, device, SMALL, kernel, summary, segments_of_small_heads(kernel, problem, device))
 
 
@@ -675,9 +675,9 @@ def backward_way(problem, device, sums_dg=False) -> str:
 
 def small_backward_cut(problem, device):
     """The cut for the kernels of small heads."""
-    kernel, summary = (cls.fitting(problem, gate_dtype(problem)) for cls in (GatedSmallBackward, GatedSmallStates))
+    kernel, forward = (cls.fitting(problem, gate_dtype(problem)) for cls in (GatedSmallBackward, GatedSmallForward))
     P = segments_of_small_heads(kernel, problem, device) if can_be_joined(problem) else 1
-    return BackwardCut(SMALL, device, P, (kernel,), summary)
+    return BackwardCut(SMALL, device, P, (kernel,), replace(forward, outputs=False))
 
 
 def can_be_joined(problem) -> bool:
