@@ -1,7 +1,8 @@
 // what      GLA and RWKV-6 backward on Hopper, first pass: forwards in time, with the state S [K, V] in registers.
 //           Computes dq, du, and query_share: the part of dg, the log gates' gradient, that needs S. The second pass
 //           (backward_keys.cu) adds the part that needs dS, the gradient of S
-// modes     ReadOrder         template: AfterWrite, GLA, or BeforeWrite, RWKV-6 (reads_before_write)
+// modes     P is the number of segments of a sequence.
+//           ReadOrder         template: AfterWrite, GLA, or BeforeWrite, RWKV-6 (reads_before_write)
 //           OneEach, InTurn   template: a block computes one segment, or whole sequences (P = 1), one after the other
 //           joined            of a launch, OneEach with P = 3 only: half of the blocks have two segments, as one
 //           units             of a chunk: query_share is stored in multiples of a power of 2, its unit. G bfloat16:
@@ -28,7 +29,13 @@
 //           backward_schedules.cuh. A warpgroup for every 64 channels (consumers), then one: three warps make dA, one
 //           copies chunks
 // smem      Stage, STAGES times. Iterations of a block count the chunks of all its segments; an iteration's stage is
-//           its number modulo STAGES, and it waits for phase (number / STAGES) of that stage's barriers
+//           its number modulo STAGES, and it waits for phase (number / STAGES) of that stage's barriers. Who writes and
+//           who reads each array of a stage, and why the next write is safe:
+//           q, g           copied; read by consumers. dq overwrites q, query_share g: a warp its own channels, once all
+//                          its lanes have read them (__syncwarp). The next copies come after `done`
+//           k, v, do       copied; read by consumers, and v and do for dA. The next copies come after `done`
+//           dA, float_do   by the three warps, after `arrived`; read by consumers. The stage's next chunk has `arrived`
+//                          only after consumers came to `done` of this one
 // barriers  mbarriers of each stage. A chunk's way, in time, and the barrier that ends a step:
 //           copying warp   copies v and do                                                        arrived
 //                          copies q, k and g                                                      full
@@ -640,7 +647,7 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_queries(const __grid_constant__ Args<T, G> args) {
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   if (threadIdx.x == 0)
-    for (int stage = 0; stage < STAGES; ++stage) {
+    for (int stage = 0; stage < STAGES; ++stage) {  // each thread that is counted here arrives once for every chunk
       mbarrier_init(s.arrived[stage], 32);
       mbarrier_init(s.full[stage], 32);
       mbarrier_init(s.dA_stored[stage], SCORE_WARPS * 32);
@@ -648,8 +655,9 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     }
   fence_proxy_async();
   __syncthreads();  // barriers are initialised
-  // Registers of a consumer and of another thread. A multiprocessor has 512 for every thread of a warpgroup's 128. If
-  // BK = 64 and BV = 128 every warp has enough.
+  // Registers of a consumer and of another thread. A multiprocessor has 65536, 512 for each of 128 threads: so those of
+  // one thread of every warpgroup of its blocks add up to at most 512. If BK = 64 and BV = 128 one block of two
+  // warpgroups is alone, and needs no change.
   constexpr bool FEW_REGISTERS = BK == 128 || BV == 64;
   constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, MORE = BK == 64 ? 216 : 232, LESS = 40;
   static_assert(BLOCKS * (BK / 64 * MORE + LESS) <= 512);
