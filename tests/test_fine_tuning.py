@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from fla_names import named_activation
+from fla_names import named_activation, rwkv6_to_fla, rwkv7_to_fla
 from safetensors.numpy import load_file, save_file
 
 from linattn_np import ContractError
@@ -173,6 +173,26 @@ def test_a_model_keeps_its_eps_and_trains_its_state(base, rng, tmp_path):
     Training.restore(tmp_path / "training.safetensors", TEXT, kind=Whole(base))
     with pytest.raises(CheckpointError, match="is a training of"):
         Training.restore(tmp_path / "training.safetensors", TEXT, kind=Whole(again))
+
+
+def test_a_folder_of_fla_is_trained_on(base, command, tmp_path):
+    """Its norms have their own eps, the group norm's 8 times as large for RWKV-7's heads of 8 channels."""
+    folder, to_fla = tmp_path / "fla", {RWKV6: rwkv6_to_fla, RWKV7: rwkv7_to_fla}[base.kind]
+    folder.mkdir()
+    save_file(contiguous(to_fla(base.weights)), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"norm_eps": 1e-3, "hidden_size": 16, "hidden_act": "sqrelu"}))
+    where = ["--text", tmp_path / "text", "--out", tmp_path / "out", "--device", "cpu", "--context", 16]
+    code, _, said = command("train", "--from", folder, *where, "--steps", 1, "--lr", 1e-9)
+    assert code == 0, said
+    tokens = [list(b"It is a truth")]
+    found, wanted = (load(path).forward(tokens)[0] for path in (tmp_path / "out" / "model.safetensors", folder))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    eps = load_file(tmp_path / "out" / "model.safetensors")["norm_eps"]
+    np.testing.assert_allclose(eps, [1e-3, 8e-3 if base.kind is RWKV7 else 1e-3], rtol=1e-6)
+
+
+def contiguous(weights):
+    return {name: np.ascontiguousarray(array) for name, array in weights.items()}
 
 
 def test_another_activation_has_no_gradients_here(base):

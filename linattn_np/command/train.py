@@ -177,8 +177,8 @@ def add_options(parser):
         dest="base",
         metavar="MODEL",
         help="go on from this model, with all of its weights unless --lora or --state is given: what --model of "
-        "linattn-np generate takes. Its norms keep their eps, a tuned state is trained with it, and matrices in int8 "
-        "or int4 become float32",
+        "linattn-np generate takes, but none of fla's with another hidden_act than sqrelu. Its norms keep their eps, a "
+        "tuned state is trained with it, and matrices in int8 or int4 become float32",
     )
     only = parser.add_mutually_exclusive_group()
     only.add_argument(
