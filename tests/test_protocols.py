@@ -4,17 +4,15 @@ themselves.
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from linattn_np.layers import GatedLinearAttention, random_weights
-from linattn_np.models import RWKV6, Batch, Bytes, Sampling
+from linattn_np.models import Batch, Bytes, Sampling, austen, load
 from linattn_np.models.text import Request, complete
 from linattn_np.models.training import Settings, Training
 
-AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
 GREEDY = Sampling(temperature=0)
 
 
@@ -145,13 +143,13 @@ def test_training_of_another_model(tmp_path):
     assert again.held_out_loss() == training.held_out_loss()
 
 
-def test_what_they_say_of_themselves(rng):
-    model = RWKV6.from_file(AUSTEN, dtype="float32")
-    assert repr(model) == "RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, float32 on cpu)"
+def test_what_they_say_of_themselves(kind, rng):
+    model = load(austen(kind.version.number), dtype="float32")
+    assert repr(model) == f"{kind.__name__}(4 layers, 256 channels, 4 heads of 64, 256 tokens, float32 on cpu)"
     batch = Batch(model, 2)
     batch.join([b"a"], GREEDY)
     assert repr(batch) == f"Batch({model!r}, 1 of 2 slots in use)"
     layer = GatedLinearAttention(random_weights(rng, hidden_size=32, num_heads=2), num_heads=2)
     assert repr(layer) == "GatedLinearAttention(32 channels, 2 heads of 8 by 16, float32 on cpu)"
-    training = Training(b"abc" * 50, Settings(layers=1, width=8, head_size=8, batch=1, context=8, steps=4))
+    training = Training(b"abc" * 50, Settings(layers=1, width=8, head_size=8, batch=1, context=8, steps=4), kind=kind)
     assert repr(training) == f"Training({training.layout.size:,} parameters, float32 on cpu, 0% done)"

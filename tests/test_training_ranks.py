@@ -22,30 +22,31 @@ from linattn_np.command import train
 from linattn_np.distributed import DataParallel, Disagreement, RankLost, SequenceParallel, run_threads
 from linattn_np.distributed import data_parallel as module
 from linattn_np.errors import ContractError
+from linattn_np.models import RWKV6
 from linattn_np.models.training import VECTORS, Training
 
 CALM = replace(SMALL, dropout=0.0, steps=12)
 
 
-def on_rank(comm, steps=12, settings=CALM, kind=DataParallel):
-    training = Training(TEXT, settings, ranks=kind(comm))
+def on_rank(comm, steps=12, ranks=DataParallel, kind=RWKV6):
+    training = Training(TEXT, CALM, ranks=ranks(comm), kind=kind)
     return [float(training.step()) for _ in range(steps)], training
 
 
-@pytest.mark.parametrize("kind", [DataParallel, SequenceParallel])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_loss_curve_is_that_of_one_process_with_the_same_batch(ranks, kind, monkeypatch):
+@pytest.mark.parametrize("ranks", [DataParallel, SequenceParallel])
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_loss_curve_is_that_of_one_process_with_the_same_batch(count, ranks, kind, monkeypatch):
     monkeypatch.setattr(module, "BUCKET", 1000)  # several buckets, the last one smaller
-    alone = Training(TEXT, CALM)
-    wanted = [float(alone.step()) for _ in range(12)]
-    found = run_threads(partial(on_rank, kind=kind), ranks)
+    alone = Training(TEXT, CALM, kind=kind)
+    wanted = [float(alone.step()) for _ in range(6)]
+    found = run_threads(partial(on_rank, steps=6, ranks=ranks, kind=kind), count)
     for losses, training in found:
         np.testing.assert_allclose(losses, wanted, rtol=2e-5)
         assert all(same_bits(getattr(training.steps, name), getattr(found[0][1].steps, name)) for name in VECTORS)
     assert found[0][1].layout.size > 3 * module.BUCKET
 
 
-def test_gradients_travel_while_the_backward_pass_runs():
+def test_gradients_travel_while_the_backward_pass_runs(kind):
     """A layer's part leaves before the layers below are computed, whose numbers still are what they were."""
 
     def begun(comm):
@@ -56,7 +57,7 @@ def test_gradients_travel_while_the_backward_pass_runs():
                 missing.append(np.isnan(training.steps.sums).sum())
                 super().begin(numbers)
 
-        training = Training(TEXT, replace(CALM, layers=3), ranks=Telling(comm))
+        training = Training(TEXT, replace(CALM, layers=3), ranks=Telling(comm), kind=kind)
         training.steps.sums[...] = np.nan
         training.step()
         return missing, training.layout.parts
@@ -65,7 +66,7 @@ def test_gradients_travel_while_the_backward_pass_runs():
         assert missing[0] >= missing[1] + stop - start and missing[1] > 0 and missing[2:] == [0, 0]
 
 
-def test_a_layers_part_is_whole_when_it_leaves():
+def test_a_layers_part_is_whole_when_it_leaves(kind):
     def changed(comm):
         sent = []
 
@@ -73,7 +74,7 @@ def test_a_layers_part_is_whole_when_it_leaves():
             def begin(self, numbers):
                 sent.append((numbers, numbers.copy()))
 
-        training = Training(TEXT, replace(CALM, layers=3), ranks=Keeping(comm))
+        training = Training(TEXT, replace(CALM, layers=3), ranks=Keeping(comm), kind=kind)
         training.step()
         parts = [numbers for numbers, _ in sent]
         assert all(same_bits(now, then) for now, then in sent)
@@ -102,7 +103,7 @@ def test_ranks_that_mean_other_trainings_are_named():
     with pytest.raises(ContractError, match="Training: batch is 4, expected a multiple of the 3 ranks"):
         run_threads(on_rank, 3)
     with pytest.raises(ContractError, match="Training: context is 24, expected a multiple of the 5 ranks"):
-        run_threads(partial(on_rank, kind=SequenceParallel), 5)
+        run_threads(partial(on_rank, ranks=SequenceParallel), 5)
 
     def of_another_kind(comm):
         with pytest.raises(Disagreement, match="the ranks is DataParallel on rank 0, but SequenceParallel on rank 1"):
@@ -111,13 +112,14 @@ def test_ranks_that_mean_other_trainings_are_named():
     run_threads(of_another_kind, 2)
 
 
-def test_the_first_rank_restores(tmp_path):
+def test_the_first_rank_restores(kind, tmp_path):
     """Only its file is read; what is wrong with it is said on all ranks."""
-    wanted = run_threads(lambda comm: on_rank(comm, steps=9)[1], 2)[0]
-    run_threads(lambda comm: on_rank(comm, steps=5)[1], 2)[0].save(tmp_path / "rank 0.safetensors")
+    wanted = run_threads(lambda comm: on_rank(comm, steps=9, kind=kind)[1], 2)[0]
+    run_threads(lambda comm: on_rank(comm, steps=5, kind=kind)[1], 2)[0].save(tmp_path / "rank 0.safetensors")
 
     def again(comm):
-        training = Training.restore(tmp_path / f"rank {comm.rank}.safetensors", TEXT, ranks=DataParallel(comm))
+        path = tmp_path / f"rank {comm.rank}.safetensors"
+        training = Training.restore(path, TEXT, ranks=DataParallel(comm), kind=kind)
         for _ in range(4):
             training.step()
         return training
