@@ -35,6 +35,7 @@ MEANING = {"linear_attention": {"normalize": False}}  # what else makes its oper
 BOUNDED = {"safe_gate": True, "lower_bound": gates.LEAST_OF_RWKV7, "chunk_size": 64}  # as its layer of RWKV-7 has them
 TUNED_HEAD, MOST = 128, 6  # the widest head whose gradients are tuned over all configurations; of others so many
 COMPILED_AT_ONCE = 16  # configurations
+BRIEFLY = {"warmup": 5, "rep": 20}  # milliseconds; Triton's own are 25 and 100
 
 
 def name(op) -> str | None:
@@ -84,8 +85,10 @@ def every_configuration():
 
 
 def tune_over(most):
-    """Has Triton try `most` configurations of a kernel at most, from here on, compiled side by side; all for None."""
+    """Has Triton try `most` configurations of a kernel at most, from here on; all for None. They are compiled side by
+    side, and each is timed for BRIEFLY."""
     from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
 
     every = every_configuration()
 
@@ -97,7 +100,7 @@ def tune_over(most):
             list(threads.map(partial(compile_one, tuner, tuner.nargs | given), found))
         return found
 
-    Autotuner.prune_configs = some
+    Autotuner.prune_configs, Autotuner.do_bench = some, staticmethod(partial(do_bench, **BRIEFLY))
 
 
 def compile_one(tuner, arguments, config):

@@ -30,6 +30,10 @@ def main():
 def speeds(result) -> str:
     rows = {(row["size"], row["who"]): row for row in result["rows"]}
     cells, slower = [], []
+
+    def earlier(row):
+        return f", {day}" if (day := row.get("date", result["date"])) != result["date"] else ""
+
     for (size, who), row in rows.items():
         if "skipped" in row:
             cells.append([shown(size), who, "", "", "", "", f"not measured: {row['skipped']}"])
@@ -41,7 +45,7 @@ def speeds(result) -> str:
         cells.append(
             [
                 shown(size),
-                ", ".join((who, *([row["date"]] if "date" in row else []))),
+                who + earlier(row),
                 f"{row['ms']:.1f}",
                 count(row["tokens_per_s"]),
                 f"{row['matrix_rate_share']:.0%}",
@@ -50,10 +54,10 @@ def speeds(result) -> str:
             ]
         )
     rate = f"{result['matrix_rate'] / 1e12:.0f} TFLOP/s"
-    earlier = " Rows with a date are of that day's run." if any("date" in row for row in result["rows"]) else ""
+    days = " Rows with a date are of that day's run." if any(map(earlier, result["rows"])) else ""
     text = (
         f"RWKV-{result.get('version', 6)}, {result['device']}, {result['date']}, bfloat16, heads of 64; layers x "
-        f"channels, sequences x bytes a step. The share is of 6 operations a parameter and byte over {rate}.{earlier}"
+        f"channels, sequences x bytes a step. The share is of 6 operations a parameter and byte over {rate}.{days}"
     )
     if any(who == PEER for _, who in rows):
         text += (

@@ -385,6 +385,7 @@ def test_wide_heads_and_rwkv7_are_tuned_over_few_configurations(monkeypatch):
     for name in ("triton", "triton.runtime"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", SimpleNamespace(Autotuner=Autotuner))
+    monkeypatch.setitem(sys.modules, "triton.testing", SimpleNamespace(do_bench=lambda call, **its: (call(), its)))
     monkeypatch.setattr(run.peers, "Pullback", lambda *_: None)
     monkeypatch.setattr(run.peers, "Call", lambda *_: None)
     run.peers.every_configuration.cache_clear()
@@ -395,6 +396,7 @@ def test_wide_heads_and_rwkv7_are_tuned_over_few_configurations(monkeypatch):
         tried = [its.all_kwargs()["n"] for its in Autotuner().prune_configs({"grid": (8,), "warmup": False})]
         assert 1 <= len(tried) <= run.peers.MOST if few else len(tried) == 100
         assert sorted(compiled) == tried[1:] or not (few or compiled)  # 0 cannot be compiled
+    assert Autotuner().do_bench(lambda: "a time") == ("a time", run.peers.BRIEFLY)
     run.peers.every_configuration.cache_clear()
 
 
