@@ -217,9 +217,8 @@ def main():
     over_the_sequence("gla", rng, reverse=True)
     over_the_sequence("rwkv6", rng, check=False)
     with_all_options(rng)
-    for name in NAMES:
-        under_jit(name, rng, "batch", P("devices"))
-        under_jit(name, rng, "heads", P(None, "devices"))
+    for name, axis, spec in zip(NAMES, 2 * ("batch", "heads"), 2 * (P("devices"), P(None, "devices"))):
+        under_jit(name, rng, axis, spec)
     cut_as_they_are(rng)
 
 

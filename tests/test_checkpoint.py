@@ -153,6 +153,7 @@ def shards_in(folder):
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name, content, complaint", [case[1:] for case in CORPUS], ids=[case[0] for case in CORPUS])
 def test_hostile_files_are_refused(name, content, complaint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -5,8 +5,9 @@ instance is translated once for each, and assembled for every card. What was com
 `disk.py` says where it is kept.
 
 With --exhaustive the main targets have every instance, and the others those that have between them every pair of
-arguments. Without it a part is compiled, a quarter of those that have every single argument, each instance for one of
-all targets: another part, for other targets, for another seed. `translated.py` has more instances read.
+arguments. Without it a part is compiled: of half of the files, some of every folder, a quarter of the instances that
+have every single argument, each for one of all targets: another part, for other targets, for another seed.
+`translated.py` has more instances read, of every file.
 """
 
 import random
@@ -183,8 +184,9 @@ def exhaustive(request):
     return request.config.getoption("--exhaustive")
 
 
-@pytest.mark.parametrize("file", KERNELS)
-def test_kernels_fit_their_registers(file, exhaustive, seed):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("folder, file", [(file.rpartition("/")[0], file) for file in KERNELS], ids=KERNELS)
+def test_kernels_fit_their_registers(folder, file, exhaustive, seed):
     instances = chosen(KERNELS[file], exhaustive, seed)
     every = {kernel.expression: kernel for kernels in instances.values() for kernel in kernels}
     usage = nvrtc.measured(lambda kernels: disk.anywhere(source.program(kernels)), targets(instances))

@@ -543,6 +543,7 @@ def test_few_heads_are_cut(op):
             assert ("delta_join_segments" in planned.names(plan)) == (segments > 1)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("D", [8, 36])

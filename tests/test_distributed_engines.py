@@ -567,7 +567,7 @@ def check_shard_map(*cards, names=("gla", "rwkv6", "simple_gla", "retention")):
     assert lines[: len(wanted)] == wanted
     refusal, *lines = lines[len(wanted) :]
     assert refusal.startswith("gla: cu_seqlens cannot be combined with axis_name")
-    wanted = [f"{name} under jit over {axis}" for name in names for axis in ("batch", "heads")]
+    wanted = [f"{name} under jit over {axis}" for name, axis in zip(names, 2 * ("batch", "heads"))]
     assert lines[: len(wanted) + 4] == wanted + ["cut as they are"] * 4
     assert lines[len(wanted) + 4 :] == [
         "gla: q is sharded over 'devices' along T, expected a call inside of jax.shard_map with axis_name=",

@@ -47,20 +47,23 @@ def test_few_cases_with_all_values_are_a_part():
 SUITE = """
 import pytest
 @pytest.mark.pairwise
-@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("op", range(4))
 @pytest.mark.parametrize("b", range(4))
 @pytest.mark.parametrize("c", range(4))
-def test_marked(a, b, c): pass
-@pytest.mark.pairwise("b", "c")
+def test_marked(op, b, c): pass
+@pytest.mark.pairwise("b", "dtype")
 @pytest.mark.parametrize("a", range(2))
 @pytest.mark.parametrize("b", range(2))
-@pytest.mark.parametrize("c", range(2))
+@pytest.mark.parametrize("dtype", range(2))
 @pytest.mark.parametrize("d", range(2))
-def test_joined(a, b, c, d): pass
+def test_joined(a, b, dtype, d): pass
 @pytest.mark.pairwise(half="a")
 @pytest.mark.parametrize("a", range(5))
 @pytest.mark.parametrize("b", range(2))
 def test_halved(a, b): pass
+@pytest.mark.pairwise
+@pytest.mark.parametrize("a", range(6))
+def test_of_one_axis(a): pass
 @pytest.mark.parametrize("a, b", [(0, 0), (0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("c", range(4))
 def test_other(a, b, c): pass
@@ -68,10 +71,10 @@ def test_other(a, b, c): pass
 
 
 @pytest.mark.parametrize(
-    "arguments, marked, joined, halved",
-    [([], range(4, 11), range(4, 6), [3]), (["--exhaustive"], [64], [16], [10])],
+    "arguments, marked, joined, halved, alone",
+    [([], range(4, 7), range(4, 6), [2], [3]), (["--exhaustive"], [64], [16], [10], [6])],
 )
-def test_what_pytest_runs(tmp_path, arguments, marked, joined, halved):
+def test_what_pytest_runs(tmp_path, arguments, marked, joined, halved, alone):
     (tmp_path / "test_product.py").write_text(SUITE)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--collect-only", "-q"]
     tests = os.path.dirname(__file__)
@@ -83,5 +86,6 @@ def test_what_pytest_runs(tmp_path, arguments, marked, joined, halved):
         capture_output=True,
         text=True,
     )
-    found = [done.stdout.count(f"::{name}[") for name in ("test_marked", "test_joined", "test_halved", "test_other")]
-    assert found[0] in marked and found[1] in joined and found[2] in halved and found[3] == 16, done.stdout
+    wanted = {"marked": marked, "joined": joined, "halved": halved, "of_one_axis": alone, "other": [16]}
+    found = {name: done.stdout.count(f"::test_{name}[") for name in wanted}
+    assert all(found[name] in wanted[name] for name in wanted), done.stdout
