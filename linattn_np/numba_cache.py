@@ -141,7 +141,7 @@ def stamp_of_sources(package=Path(__file__).parent) -> str:
     """A digest of the times and sizes of the files from which loops take functions and constants. Numba compares those
     of a loop's own file alone: a loop would go on calling what another file held before."""
     files = sorted(file for room in ("models", "backends/numpy") for file in (package / room).rglob("*.py"))
-    seen = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    seen = [(file.relative_to(package).as_posix(), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     return hashlib.sha256(repr(seen).encode()).hexdigest()
 
 

@@ -3,8 +3,8 @@
 python tests/translated.py FOLDER 13.0 SEED     the folder holds its library, as pip puts it: pip install --target
 
 For Hopper, so that all code is read: instances go through the front end, which is what differs between releases, a part
-that has every pair of template arguments. Where warpgroups multiply, one of the widest goes through the assembler, too:
-an older one may have no registers for what a newer one can do, and serialise products. SEED draws it.
+that has every template argument. Of half of the files where warpgroups multiply, one of the widest goes through the
+assembler, too: an older one may have no registers for what a newer one can do, and serialise products. SEED draws them.
 "all" in place of SEED reads every instance, and has each go through the assembler where warpgroups multiply, in half an
 hour of a core: threads of a warp must meet before what it does as a whole, in every instance (convergence.py).
 """
@@ -97,8 +97,9 @@ def main(folder, wanted, seed):
         read = [*every.values()]
         products = [[kernel] for kernels in multiply for kernel in kernels if kernel.arch == ARCH]
     else:
-        read = [pairs.instances(kernels, 2) for kernels in every.values()]
-        products = [widest(kernels, int(seed)) for kernels in multiply] + [[apart()]]
+        read = [pairs.instances(kernels, 1, seed) for kernels in every.values()]
+        drawn = random.Random(seed).sample(multiply, len(multiply) // 2)
+        products = [widest(kernels, int(seed)) for kernels in drawn] + [[apart()]]
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(mp_context=processes, initializer=partial(load, folder, wanted)) as pool:
         advice, refusals = pool.map(assembled, products), pool.map(refused, read)
