@@ -511,7 +511,7 @@ def test_sizes_that_are_refused(device, change, complaint, kind, rng):
         decoder_of(kind, random_weights(kind, rng, sizes=SMALL | change), np.float32, 1, device)
 
 
-def test_models_without_kernels_of_steps(device, rng):
+def test_models_of_rwkv6_without_kernels_of_steps(device, rng):
     """Layers read their tokens as prompts."""
     wide = random_weights(RWKV6, rng, sizes=SMALL | {"W": 520})
     for weights in (wide, random_weights(RWKV6, rng) | named_activation("relu")):

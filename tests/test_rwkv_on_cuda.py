@@ -109,7 +109,7 @@ def test_keys_of_flas_rwkv6_with_fewer_channels_than_values(on_cuda, batch, dtyp
 
 @pytest.mark.parametrize("kind", [RWKV6])
 @pytest.mark.parametrize("sizes", [{"N": 320}, {"N": 512}, {"W": 520, "N": 64}], ids=str)
-def test_sizes_beyond_the_kernels_of_steps(on_cuda, kind, sizes, rng):
+def test_sizes_of_rwkv6_beyond_the_kernels_of_steps(on_cuda, kind, sizes, rng):
     """As fla's default ones, four heads of 512 channels: tokens are read as prompts."""
     sizes = SMALL | sizes | {"H": 2, "D": 2 * sizes["N"]}
     weights, tokens = random_weights(kind, rng, sizes=sizes), rng.integers(0, SMALL["V"], (2, 5))

@@ -112,7 +112,7 @@ def test_logits_and_states_are_the_literal_ones(kind, begun, lengths, loops, rng
 
 
 @pytest.mark.parametrize("by_loops", [False, True])
-def test_decays_near_1_have_all_digits(by_loops):
+def test_decays_of_rwkv7_near_1_have_all_digits(by_loops):
     """A state meets them at every token: of 65,536 a decay of exp(-7e-8) that is 1 leaves 4.5e-3."""
     base = np.linspace(-80, 10, 64, dtype=np.float32)
     wanted = -mixes.DECAY / (1 + np.exp(-base.astype(float)))
@@ -416,7 +416,7 @@ def test_an_activation_that_fla_lacks_is_refused(kind, weights, act):
             kind(weights | {"hidden_act": array})
 
 
-def test_flas_config_says_the_eps(tmp_path, rng):
+def test_config_of_flas_rwkv7_says_the_eps(tmp_path, rng):
     weights = layout_of(RWKV7).named(rng.standard_normal(layout_of(RWKV7).size, np.float32) * 0.3)
     wanted = literal_rwkv7.logits_of(weights | {"norm_eps": np.array([1e-3, 8e-3])}, [1, 2, 3])
     found, _ = RWKV7(rwkv7_to_fla(weights), config={"norm_eps": 1e-3}).forward([[1, 2, 3]])
@@ -425,7 +425,7 @@ def test_flas_config_says_the_eps(tmp_path, rng):
         RWKV7(rwkv7_to_fla(weights), config={"attn": {"layers": [1]}})
 
 
-def test_biases_that_flas_config_excludes_are_not_read(rng):
+def test_biases_that_config_of_flas_rwkv7_excludes_are_not_read(rng):
     named = rwkv7_to_fla(layout_of(RWKV7).named(rng.standard_normal(layout_of(RWKV7).size, np.float32) * 0.3))
     without = {name: x * 0 if "norm.bias" in name and "g_norm" not in name else x for name, x in named.items()}
     found, wanted = (
@@ -435,7 +435,7 @@ def test_biases_that_flas_config_excludes_are_not_read(rng):
     np.testing.assert_array_equal(found, wanted)
 
 
-def test_flas_config_says_the_sizes(rng):
+def test_config_of_flas_rwkv7_says_the_sizes(rng):
     """As fla reads them: num_heads beside head_dim has no meaning, value_dim is a number a layer."""
     layout = layout_of(RWKV7)
     named = rwkv7_to_fla(layout.named(rng.standard_normal(layout.size, np.float32)))
@@ -468,7 +468,7 @@ def test_flas_config_says_the_sizes(rng):
         ("blocks.0.ffn.enn.weight", "RWKV-8"),
     ],
 )
-def test_other_versions_are_refused_by_name(added, version, rng, tmp_path):
+def test_rwkv7_refuses_other_versions_by_name(added, version, rng, tmp_path):
     weights = layout_of(RWKV7).named(np.zeros(layout_of(RWKV7).size, np.float32))
     save_file(weights | {added: np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(
