@@ -107,6 +107,7 @@ def test_keys_of_flas_rwkv6_with_fewer_channels_than_values(on_cuda, batch, dtyp
     assert not host(state.wkv)[..., SMALL["N"] // 2 :, :].any() and wanted_state.wkv.any()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", [RWKV6])
 @pytest.mark.parametrize("sizes", [{"N": 320}, {"N": 512}, {"W": 520, "N": 64}], ids=str)
 def test_sizes_of_rwkv6_beyond_the_kernels_of_steps(on_cuda, kind, sizes, rng):
