@@ -16,7 +16,7 @@ from .conversions import (
     to_caller,
     with_output,
 )
-from .derived import inner_call
+from .derived import gradients_of_call, inner_call
 from .dispatch import backend_module, choose
 from .ops import declaration
 from .typing import Array, Backend, Pullback
@@ -60,18 +60,19 @@ def vjp(
 def vjp_of(op: Op, arrays, *, backend="auto", summaries=(), **arguments):
     """`vjp` of a declared operator; `summaries`: those that `dispatch.summarise` has returned for the same call."""
     problem = bind(op, arrays, arguments)
-    backend_vjp = backend_module(choose(problem, backend)).vjp
-    (o, final_state), pull = backend_vjp(inner_call(with_output(problem)), *([summaries] if summaries else []))
+    module = backend_module(choose(problem, backend))
+    (o, final_state), pull = module.vjp(inner_call(with_output(problem), module), *([summaries] if summaries else []))
     result = in_callers_library(problem, to_caller(problem, o, problem.op.out))
     if problem.output_final_state:
         result = (result, states_to_caller(problem, final_state))
-    return result, CheckedPullback(problem, pull)
+    return result, CheckedPullback(problem, pull, module)
 
 
 def pullback_of(op: Op, arrays, *, backend="auto", **arguments):
     """The pullback of `vjp` without the result: where a backend's backward needs no forward pass, none runs."""
     problem = bind(op, arrays, arguments)
-    return CheckedPullback(problem, backend_module(choose(problem, backend)).pullback(inner_call(problem)))
+    module = backend_module(choose(problem, backend))
+    return CheckedPullback(problem, module.pullback(inner_call(problem, module)), module)
 
 
 def bind(op: Op, arrays, arguments):
@@ -83,11 +84,11 @@ def bind(op: Op, arrays, arguments):
 
 
 class CheckedPullback:
-    """The pullback that `vjp` returns: it checks the caller's arrays, calls the backend's pullback `pull`, and returns
-    arrays of the caller's library."""
+    """The pullback that `vjp` returns: it checks the caller's arrays, calls the pullback `pull` of a backend, a module,
+    and returns arrays of the caller's library."""
 
-    def __init__(self, problem, pull):
-        self.problem, self.pull = problem, pull
+    def __init__(self, problem, pull, backend):
+        self.problem, self.pull, self.backend = problem, pull, backend
 
     def __call__(self, do, dht=None):
         return self.gradients(do, dht)
@@ -98,8 +99,7 @@ class CheckedPullback:
         do, dht = placed_cotangents(problem, do, dht, callers_sizes(problem))
         dht = dht and tuple(state_to_backend(problem, part, axes) for part, axes in zip(dht, op.state))
         gradients, initial = self.pull(array_to_backend(problem, do, op.out), dht, *([summaries] if summaries else []))
-        if op.derived is not None:
-            gradients = op.derived.gradients(problem, gradients)
+        gradients = gradients_of_call(problem, gradients, self.backend)
         result = tuple(
             in_callers_library(problem, to_caller(problem, gradient, axes))
             for gradient, axes in zip(gradients, op.arrays.values(), strict=True)

@@ -131,11 +131,21 @@ def on_device_of(problem: Problem):
         yield
 
 
-def inner_call(problem: Problem) -> Problem:
-    """The problem that a backend computes: the inner call of a derived operator, else `problem` itself."""
-    return problem if problem.op.derived is None else problem.op.derived.inner_call(problem)
+def computes(backend, problem: Problem) -> bool:
+    """Whether a backend, a module, computes the operator itself: those that are derived are in its OWN."""
+    return problem.op.derived is None or problem.op in getattr(backend, "OWN", ())
 
 
-def inner_call_layout(problem: Problem) -> Problem:
+def inner_call(problem: Problem, backend=None) -> Problem:
+    """The problem that a backend computes: `problem` itself, or the inner call of an operator that is derived there."""
+    return problem if computes(backend, problem) else problem.op.derived.inner_call(problem)
+
+
+def inner_call_layout(problem: Problem, backend=None) -> Problem:
     """The problem that a backend plans: as `inner_call`, but without the values of the arrays that are made for it."""
-    return problem if problem.op.derived is None else problem.op.derived.inner_call_layout(problem)
+    return problem if computes(backend, problem) else problem.op.derived.inner_call_layout(problem)
+
+
+def gradients_of_call(problem: Problem, inner_gradients, backend=None):
+    """The gradients of a call from those of its `inner_call`."""
+    return inner_gradients if computes(backend, problem) else problem.op.derived.gradients(problem, inner_gradients)

@@ -18,8 +18,9 @@ moved from host to device or back. A backend is a package under `backends/` with
 Native arrays are NumPy's or CuPy's, [B, H, T, ...]; states are tuples of parts [N, H, ...], N the number of sequences:
 most operators have one part, [N, H, K, V], and normalized linear attention also the sum of keys, [N, H, K].
 
-A backend computes a derived operator (`derived`) as the call of another one, the inner call, with arrays that are made
-for it. It is chosen for the inner call's layout, before those arrays have values. Steps and stages are never derived.
+A backend computes a derived operator (`derived`) that is not its own as the call of another one, the inner call, with
+arrays that are made for it. It is chosen for the inner call's layout, before those arrays have values. Steps and stages
+are never derived.
 """
 
 from functools import cache
@@ -46,9 +47,10 @@ def choose(problem: Problem, backend: str = "auto") -> str:
     with every reason, if none can."""
     if backend is not AUTO:
         problem.op.one_of("backend", backend, (AUTO, *ORDER))
-    reasons, inner_problem = {}, inner_call_layout(problem)
+    reasons = {}
     for name in ORDER if backend == AUTO else (backend,):  # a backend that is not needed is not even imported
-        reasons[name] = backend_module(name).why_not(inner_problem)
+        module = backend_module(name)
+        reasons[name] = module.why_not(inner_call_layout(problem, module))
         if reasons[name] is None:
             return name
     raise NotSupported(f"{problem.op.name}: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
@@ -61,9 +63,8 @@ def call(op: Op, arrays, *, backend="auto", summaries=(), **arguments):
     """
     op, arrays = op.fitting(arrays)  # the declaration with or without the last array, if that is optional
     problem = op.bind(arrays, **arguments)
-    o, final_state = backend_module(choose(problem, backend)).run(
-        inner_call(with_output(problem)), *([summaries] if summaries else [])
-    )
+    module = backend_module(choose(problem, backend))
+    o, final_state = module.run(inner_call(with_output(problem), module), *([summaries] if summaries else []))
     o, out = to_caller(problem, o, op.out), arguments.get("out")
     if out is None:
         o = in_callers_library(problem, o)  # an array of the caller's library
@@ -109,7 +110,7 @@ def summarise(op: Op, arrays, *, backend="auto", gradient=False, only_summaries=
     problem = op.bind(arrays, gradient=gradient, **arguments)
     module = backend_module(choose(problem, backend))
     possible = hasattr(module, "summarise") and (getattr(module, "SAVES_SUMMARIES", False) or not only_summaries)
-    summary = module.summarise(inner_call(problem)) if possible else None
+    summary = module.summarise(inner_call(problem, module)) if possible else None
     if summary is None:
         return None
     (final, decays), summaries = summary

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .derived import inner_call_layout
+from .derived import computes, inner_call_layout
 from .dispatch import ORDER, backend_module, choose
 from .errors import NotSupported
 from .kernel_choice import KERNELS, choose_kernels
@@ -59,9 +59,10 @@ def warm_up(
     >>> linattn_np.warm_up(linattn_np.gla, q, k, v, g, gradient=True)
     """
     problem = problem_of("warm_up", op, arrays, gradient, arguments)
-    prepare = getattr(backend_module(choose(problem, backend)), "warm_up", None)
+    module = backend_module(choose(problem, backend))
+    prepare = getattr(module, "warm_up", None)
     if prepare is not None:
-        prepare(inner_call_layout(problem))
+        prepare(inner_call_layout(problem, module))
 
 
 def problem_of(caller: str, op, arrays, gradient, arguments) -> Problem:
@@ -104,23 +105,23 @@ class Explanation:
 def explain_problem(problem: Problem, backend="auto") -> Explanation:
     """`explain` of a checked call."""
     moved = bytes_moved(problem)
-    inner = inner_call_layout(problem)
-    reasons = {name: reason for name in ORDER if (reason := backend_module(name).why_not(inner)) is not None}
+    inner = {name: inner_call_layout(problem, backend_module(name)) for name in ORDER}
+    reasons = {name: reason for name in ORDER if (reason := backend_module(name).why_not(inner[name])) is not None}
     try:
         name = choose(problem, backend)
     except NotSupported:
         return Explanation(problem.op.name, None, bytes=moved, reasons=reasons)
-    description = backend_module(name).describe(inner, moved)
-    description["copies"] = (*copies(problem), *description["copies"])
+    description = backend_module(name).describe(inner[name], moved)
+    description["copies"] = (*copies(problem, backend_module(name)), *description["copies"])
     description["reasons"] = reasons | description.get("reasons", {})
     return Explanation(problem.op.name, name, bytes=moved, **description)
 
 
-def copies(problem: Problem) -> list[str]:
-    """Why arrays are copied before a backend gets them."""
+def copies(problem: Problem, backend) -> list[str]:
+    """Why arrays are copied before a backend, a module, gets them."""
     reasons = [f"{name}: the {problem.groups} value heads of a head, side by side" for name in problem.copied_arrays]
     reasons += [f"{', '.join(problem.arrays)}: without padding"] if problem.mask is not None else []
-    return reasons + ([problem.op.derived.copy_note] if problem.op.derived else [])
+    return reasons + ([] if computes(backend, problem) else [problem.op.derived.copy_note])
 
 
 def bytes_moved(problem: Problem) -> int:

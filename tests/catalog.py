@@ -235,6 +235,9 @@ def softmax_attention():
             yield softmax.SoftmaxPlain(what, T)
 
 
+ROW_BY_ROW = passes.Divide, passes.DivideGradient, passes.SumArrays, passes.SumHeads, passes.GateGradient
+
+
 def element_by_element():
     for pieces in (1, 4):
         yield passes.CopyRows(pieces)
@@ -244,7 +247,7 @@ def element_by_element():
         yield passes.FeatureMap(phi, T, Y)
         if phi != "Identity":
             yield passes.FeatureGradient(phi, T, Y)
-    for T, cls in product(CTYPES, (passes.Divide, passes.DivideGradient, passes.SumArrays, passes.GateGradient)):
+    for T, cls in product(CTYPES, ROW_BY_ROW):
         yield cls(T)
 
 
@@ -264,7 +267,7 @@ def in_float64():
         yield passes.FeatureMap(phi, DOUBLE, DOUBLE)
         if phi != "Identity":
             yield passes.FeatureGradient(phi, DOUBLE, DOUBLE)
-    for cls in (passes.Divide, passes.DivideGradient, passes.SumArrays, passes.GateGradient):
+    for cls in ROW_BY_ROW:
         yield cls(DOUBLE)
 
 

@@ -256,6 +256,9 @@ def family(rng, run, as_filled):
         arrays, _ = drawn(declared, rng, sizes, dtype, cu_seqlens=keywords.get("cu_seqlens"))
         yield run(op, *arrays, **keywords)
         yield as_filled(run, backward, op, *arrays, **keywords)
+    for dtype in (BFLOAT16, DOUBLE):  # heads of v that share those of q and k
+        (q, k, *others), _ = drawn(SIMPLE_GLA, rng, (2, 4, 70, 64, 64), dtype)
+        yield as_filled(run, backward, simple_gla, q[:, ::2], k[:, ::2], *others)
 
 
 def messages(rng, run, as_filled):

@@ -35,6 +35,7 @@ from ...declarations import (
     NORMALIZED,
     RETENTION,
     SIMPLE_GLA,
+    SIMPLE_GLA_SHARED,
     SOFTMAX,
     STAGES,
     STEPS_OF_SEVERAL,
@@ -47,12 +48,13 @@ from .plan import Plan, caller_array
 PLANNERS = (
     dict.fromkeys(GATED, gated)
     | dict.fromkeys(SOFTMAX, softmax)
-    | dict.fromkeys((SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, NORMALIZED), scalar_decay)
+    | dict.fromkeys((SIMPLE_GLA, SIMPLE_GLA_SHARED, RETENTION, LINEAR_ATTENTION, NORMALIZED), scalar_decay)
     | dict.fromkeys((*GATED_STEPS, *DELTA_RULE_STEPS, *STEPS_OF_SEVERAL), step)
     | dict.fromkeys(STAGES, stages)
     | dict.fromkeys(DELTA_RULES, delta)
     | {GLA_VALUE_GATE: value_gate}
 )
+OWN = (SIMPLE_GLA_SHARED,)  # derived operators that it computes itself
 DEVICE, PORTABLE = CupyDevice(), CupyDevice(portable=True)
 SAVES_SUMMARIES = True  # whether `summarise` may return arrays that `run` and `vjp` use again
 

@@ -15,6 +15,7 @@ import numpy as np
 from .arguments import members, structs
 from .arithmetic import ceil_div
 from .kernel import Kernel
+from .plan import aligned16
 
 # {a feature map in `declarations.FEATURE_MAPS`: its name in the kernels}
 FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
@@ -82,6 +83,24 @@ class SumArrays(Kernel):
     LANES: ClassVar[int] = 8  # threads that add the N values of one number
     constants = (("LANES", "LANES"),)
     dtype: np.dtype  # of sum
+
+
+class SumHeads(Kernel):
+    """`sum` [B, H, T, C] = the sum of `group` neighbouring heads of `x` [B, H group, T, C]. With `vectors` = 1, a
+    thread computes 16 bytes of a row: rows must allow copies of these."""
+
+    file = "elementwise/sum_heads"
+    arguments = members("strided x sum, int64s B H T_ C group vectors")
+    threads = 256
+    dtype: np.dtype
+
+    def launch(self, draft, x, total):
+        """Launches it for arrays with rows."""
+        B, H, T, C = total.shape
+        vectors = int(aligned16(x, total))
+        sizes = {"B": B, "H": H, "T_": T, "C": C, "group": x.shape[1] // max(H, 1), "vectors": vectors}
+        blocks = ceil_div(B * H * T * C // (16 // self.dtype.itemsize if vectors else 1), self.threads)
+        draft.launch(self, blocks, x=x, sum=total, **sizes)
 
 
 class Divide(Kernel):

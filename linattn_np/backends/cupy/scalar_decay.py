@@ -17,6 +17,7 @@ import numpy as np
 
 from ...array_kinds import BFLOAT16
 from ...declarations import GLA
+from ...derived import RepeatedKeyHeads
 from . import aligned_copies, float64, gated, gated_backward, segments
 from .arithmetic import ceil_div
 from .backward_tiles import DraftOfTiles, tiles_of
@@ -27,6 +28,7 @@ from .elementwise_kernels import (
     FeatureGradient,
     FeatureMap,
     GateGradient,
+    SumHeads,
     sum_arrays,
 )
 from .gated_forward import ForwardPass, HopperForward
@@ -112,6 +114,8 @@ def plan_vjp(problem, device, do, dht, saved=(), summaries=()):
         do, dht = dyz, dht and (joined_state(draft, problem, dht, "dht"),)
     gla_plan = plan_gla_vjp(draft, gla, device, do, dht, reason, summaries, wants_dg=bool(problem.op.gates))
     (dq, dk, dv, dg), dh0 = draft.include(gla_plan)
+    if problem["q"].shape != dq.shape:  # heads of v share them
+        dq, dk = (sum_of_heads(draft, problem[name], dx) for name, dx in (("q", dq), ("k", dk)))
     if phi := feature_map(problem):
         dq, dk = (feature_gradient(draft, phi, problem[name], dx, name) for name, dx in (("q", dq), ("k", dk)))
     if normalized(problem):
@@ -138,7 +142,7 @@ def as_gla(draft, problem):
     """The call as a problem of gla with a gate [B, H, T, 1]; the gate's axes B, H and T have size 1 if it is the same
     along them. Adds to the draft what this takes: q and k are mapped to features, and v gets a column of ones."""
     B, N, H, T, K, V = problem.shape("B N H T K V")
-    q, k, v = (problem[name] for name in "qkv")
+    q, k, v = *of_all_heads(draft, problem), problem["v"]
     changed, phi = {"dtype": problem.dtype}, feature_map(problem)
     if normalized(problem):
         columns = ceil_div(V + 1, COLUMNS_MULTIPLE) * COLUMNS_MULTIPLE
@@ -157,6 +161,22 @@ def as_gla(draft, problem):
         )
     arrays = {"q": q, "k": k, "v": v, "g": log_gate(draft, problem)}
     return problem.replace(op=GLA, arrays=arrays, options={}, **changed)
+
+
+def of_all_heads(draft, problem):
+    """q and k, or, if several heads of v share one of theirs, copies with a head for every head of v."""
+    given, H, pairs, copies = [problem[name] for name in "qk"], problem.sizes["H"], [], []
+    if all(x.shape[1] == H for x in given):
+        return given
+    for x in given:
+        B, HK, T, K = x.shape
+        copies.append(draft.like(x, shape=(B, H, T, K)))
+        grouped = B, HK, H // max(HK, 1), T, K
+        source = x.view(lambda x: np.broadcast_to(x[:, :, None], grouped))
+        target = copies[-1].view(lambda x: x.reshape(grouped))  # a view, as one axis is split
+        pairs += [(source[b], target[b]) for b in range(B)]
+    aligned_copies.copy_rows(draft, pairs, RepeatedKeyHeads.copy_note)
+    return copies
 
 
 def log_gate(draft, problem):
@@ -244,6 +264,13 @@ def gradient_of_gate(draft, problem, dg):
         arrays = {"dg_channels": dg, "dg": result[..., None]}
         launch_by_tokens(draft, problem, kernel, lanes, kernel.TOKENS, **arrays, C=dg.shape[-1], lanes=lanes)
     return result
+
+
+def sum_of_heads(draft, x, dx):
+    """The gradient of x [B, HK, T, K] from that of its copy `dx` [B, H, T, K]."""
+    total = draft.like(x)
+    SumHeads(x.dtype).launch(draft, draft.in_rows(dx, ""), total)
+    return total
 
 
 # -- launches of elementwise kernels -----------------------------------------------------------------------------------
