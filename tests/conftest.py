@@ -115,6 +115,7 @@ class Emulated(Kernels):
             vjp=self.vjp,
             summarise=self.summarise,
             SAVES_SUMMARIES=True,
+            OWN=cupy.OWN,
         )
 
     def results(self, problem, summaries=()):

@@ -211,6 +211,43 @@ def test_in_half_precision(backend, rng):
     assert_close("o", backend.tohost(o), wanted.swapaxes(1, 2), BFLOAT16)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        ({"T": 70, "K": 64, "V": 32}, {}),
+        ({"T": 70, "K": 128, "V": 128}, {"layout": "bthd"}),
+        ({"T": 70, "K": 24, "V": 104}, {"reverse": True}),
+        ({"T": 70, "K": 64, "V": 64, "B": 1}, {"cu_seqlens": [0, 5, 5, 70]}),
+        ({"T": 1100, "K": 128, "V": 72, "B": 1, "H": 1}, {}),
+        ({"T": 70, "K": 160, "V": 64}, {}),
+        ({"T": 9, "K": 20, "V": 11}, {}),
+    ],
+    ids=["narrow", "wide", "reversed", "packed", "segments", "tiles", "uneven"],
+)
+def test_keys_that_heads_of_simple_gla_share(backend, sizes, options, rng):
+    """To the bit what copies of them give, their gradients added up in float32."""
+    op, _, _ = VARIANTS["simple_gla"]
+    sizes, layout = SIZES | sizes, options.get("layout", "bhtd")
+    arrays = draw(op, rng, {**sizes, "H": G * sizes["H"]}, BFLOAT16, gate_dtype=BFLOAT16)
+    do = rng.standard_normal(arrays[2].shape).astype(BFLOAT16)
+    shared = [x[:, ::G] for x in arrays[:2]]
+    copied = [np.repeat(x, G, axis=1) for x in shared]
+
+    def results(q, k):
+        there = [backend.asarray(in_memory(x, a, layout)) for x, a in zip((q, k, *arrays[2:]), op.arrays.values())]
+        o = backend.run(simple_gla, *there, **options)
+        if not backend.gradients:
+            return [backend.tohost(o)]
+        _, pull = backend.run(vjp, simple_gla, *there, **options)
+        return [backend.tohost(x) for x in (o, *pull(backend.asarray(in_memory(do, OUT, layout))))]
+
+    for n, (x, y) in enumerate(zip(results(*shared), results(*copied), strict=True)):
+        if n in (1, 2):
+            y = in_memory(gathered(in_memory(y.astype(SINGLE), OUT, layout), "B H T K"), OUT, layout).astype(BFLOAT16)
+        assert same_bits(x, y), ("o", "dq", "dk", "dv", "dg")[n]
+
+
 # -- on the host alone -------------------------------------------------------------------------------------------------
 def test_only_one_layout_copies(rng):
     op = VARIANTS["gla"][0]

@@ -10,8 +10,8 @@
 #include "tensor.cuh"
 
 // From the includes:
-//   Piece<T, N>: N neighbouring numbers; FloatOrDouble<T>: double for double, else float; widened, narrowed: a number to
-//   it, and back
+//   Piece<T, N>: N neighbouring numbers; FloatOrDouble<T>: double for double, else float; widened, narrowed: a number
+//     to it, and back
 template <typename T> struct Args {
   StridedRows<const T> x;
   StridedRows<T> sum;

@@ -82,14 +82,14 @@ __device__ __forceinline__ bool fills_boxes(const WorkTile& work, int token) {
 // each_output of the functions below, which say what it calls.
 template <class Arrays> __device__ __forceinline__ bool runs_backwards(Arrays each_array) {
   bool found = false;
-  each_array([&](auto&, const TensorMap&, auto rows, i64, i32 = 0, bool = false) { found |= rows.token_stride < 0; });
+  each_array([&](auto&, const TensorMap&, auto rows, i64, i32 = 0, i64 = 0) { found |= rows.token_stride < 0; });
   return found;
 }
 
 // Starts to copy a chunk to shared memory; `token`: the chunk's first token, counted from the sequence's. each_input(f)
-// calls f(tile, tensor map, rows, width, first column) for every array: its tile in shared memory; its tensor map and
-// its rows in memory, which are `width` numbers wide; and which of a row's numbers the tile's first column is, by
-// default 0.
+// calls f(tile, tensor map, rows, width, first column, group) for every array: its tile in shared memory; its tensor
+// map and its rows in memory, which are `width` numbers wide; and which of a row's numbers the tile's first column is,
+// by default 0; and how many heads share a head of the array, by default 1.
 // `full` must be initialised for 32 arrivals: all lanes arrive, lane 0 by mbarrier_arrive_and_expect, which also adds
 // the bytes of the copies; the phase ends when all bytes are there. Tokens after the sequence's end are zeros.
 template <class Inputs>
@@ -97,17 +97,17 @@ __device__ __forceinline__ void fetch_chunk(MBarrier& full, const WorkTile& work
   if (fills_boxes(work, token) && !runs_backwards(each_input)) {
     if (threadIdx.x & 31) return mbarrier_arrive(full);
     u32 bytes = 0;
-    each_input([&](auto& tile, const TensorMap&, auto, i64, i32 = 0) { bytes += sizeof tile; });
+    each_input([&](auto& tile, const TensorMap&, auto, i64, i32 = 0, i64 = 1) { bytes += sizeof tile; });
     mbarrier_arrive_and_expect(full, bytes);
-    each_input([&](auto& tile, const TensorMap& map, auto, i64, i32 first_column = 0) {
+    each_input([&](auto& tile, const TensorMap& map, auto, i64, i32 first_column = 0, i64 group = 1) {
       for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel)
-        tensor_load(tile[panel], map, full, first_column + i32(panel * columns_of(tile)), work.start + token, work.head,
-                    work.batch);
+        tensor_load(tile[panel], map, full, first_column + i32(panel * columns_of(tile)), work.start + token,
+                    work.head / i32(group), work.batch);
     });
     return;
   }
-  each_input([&](auto& tile, const TensorMap&, auto from, i64 width, i32 first_column = 0) {
-    const auto* const start = from.row(work.batch, work.head, work.start + token) + first_column;
+  each_input([&](auto& tile, const TensorMap&, auto from, i64 width, i32 first_column = 0, i64 group = 1) {
+    const auto* const start = from.row(work.batch, work.head / i32(group), work.start + token) + first_column;
     each_piece(
         tile, start, from.token_stride, work.tokens - token, int(width) - first_column,
         [](uint4* to, const auto* from, bool inside) { cp_async<16>(to, from, inside); });  // zeros if not inside

@@ -11,7 +11,8 @@
 //             dv  k   q   do           multiplies what tokens add to dS
 //           dg_t = <S, dS> after the last token of t's stretch of 256 tokens + the sum of q_i . dq_i - k_i . dk_i over
 //           i >= t in it, without the terms of A_ii: weighted_sums_gate_gradient.cuh
-// shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V]
+// shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides, of q, k, v and the partner maybe fewer
+//           heads, each of which several heads of o share; initial and final state [N, H, K, V]
 //           float32; token_sums [B, H, tiles, T] float32: q_i . dq_i, over each tile of BV columns of dq; dg
 //           contiguous: [B, H, T] of g's type if dk has one tile, else [B, H, T, tiles] float32, from each block the
 //           part of its BV columns of dk, for the host to add
@@ -110,11 +111,12 @@ __device__ __forceinline__ void move_chunks(Shared<Pass, BK, BV>& s, const Weigh
       if ((threadIdx.x & 31) == 0) mbarrier_arrive_at_other_block(s.requested[next % (2 * CLUSTER_LEAD)]);
     }
     fetch_chunk(s.full[next % STAGES], work, first_token_of(next, work, backwards), [&](auto f) {
-      if constexpr (Pass::HAS_OUTPUTS) f(stage.q, sum.q, sum.q_rows, sum.K, 0);
-      f(stage.k, sum.k, sum.k_rows, sum.K, 0);
-      f(stage.v, sum.v, sum.v_rows, sum.V, column);
+      if constexpr (Pass::HAS_OUTPUTS) f(stage.q, sum.q, sum.q_rows, sum.K, 0, sum.q_group);
+      f(stage.k, sum.k, sum.k_rows, sum.K, 0, sum.k_group);
+      f(stage.v, sum.v, sum.v_rows, sum.V, column, sum.v_group);
       if constexpr (Pass::SERVES_GATE_GRADIENT)
-        if (block_serves_gate_gradient<Pass>()) f(stage.partner, sum.partner, sum.partner_rows, sum.V, column);
+        if (block_serves_gate_gradient<Pass>())
+          f(stage.partner, sum.partner, sum.partner_rows, sum.V, column, sum.partner_group);
     });
     __syncwarp();  // the copying lanes rejoin the warp
   }

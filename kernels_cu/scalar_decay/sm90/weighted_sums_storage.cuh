@@ -65,10 +65,11 @@ struct alignas(64) WeightedSum {
   // with which segments start.
   float* final;
   i64 K, V;
-  i64 state_k, state_v;              // the states' strides along K and V
-  double output_scale, value_scale;  // factors of o, and of the values that are added to the state
-  i64 backwards;                     // whether chunks come backward in time
-  i64 adds_to_o;                     // whether the result is added to what o's array holds
+  i64 state_k, state_v;                          // the states' strides along K and V
+  double output_scale, value_scale;              // factors of o, and of the values that are added to the state
+  i64 backwards;                                 // whether chunks come backward in time
+  i64 adds_to_o;                                 // whether the result is added to what o's array holds
+  i64 q_group, k_group, v_group, partner_group;  // how many heads of o share a head of the array
 };
 
 template <class Pass, typename G> struct Args {

@@ -99,8 +99,8 @@ def with_fast_copies(plan):
 
 
 def can_copy(copy) -> bool:
-    """Whether `CopyRows` can make a `plan.Copy` faster. A copy of one contiguous range of bytes is fast already, if both
-    start on 16 bytes."""
+    """Whether `CopyRows` can make a `plan.Copy` faster. A copy of one contiguous range of bytes is fast already, if
+    both start on 16 bytes."""
     same = copy.source.dtype == copy.target.dtype and copy.source.shape == copy.target.shape
     fast = copy.is_of_bytes and copy.source.address_mod_16 == 0
     if not same or fast or not 2 <= copy.target.ndim <= 4:

@@ -78,6 +78,8 @@ def plan_summary(problem, device):
     cut = segments.scalar_forward_cut(gla, device, only_summary=True)
     if cut.way != HOPPER:
         return None
+    if shares_heads(gla) and not isinstance(cut.kernel, WeightedSums):
+        gla = with_all_heads(draft, gla)
     cut = segments.without_a_short_segment(gla, device, cut)
     # o is not written, but the kernel needs a tensor map of some array in its place: v
     plan = scalar_forward_pass(draft, gla, cut, gla["v"]).summary_plan(len(problem.op.gates))
@@ -142,7 +144,7 @@ def as_gla(draft, problem):
     """The call as a problem of gla with a gate [B, H, T, 1]; the gate's axes B, H and T have size 1 if it is the same
     along them. Adds to the draft what this takes: q and k are mapped to features, and v gets a column of ones."""
     B, N, H, T, K, V = problem.shape("B N H T K V")
-    q, k, v = *of_all_heads(draft, problem), problem["v"]
+    q, k, v = (problem[name] for name in "qkv")
     changed, phi = {"dtype": problem.dtype}, feature_map(problem)
     if normalized(problem):
         columns = ceil_div(V + 1, COLUMNS_MULTIPLE) * COLUMNS_MULTIPLE
@@ -163,20 +165,22 @@ def as_gla(draft, problem):
     return problem.replace(op=GLA, arrays=arrays, options={}, **changed)
 
 
-def of_all_heads(draft, problem):
-    """q and k, or, if several heads of v share one of theirs, copies with a head for every head of v."""
-    given, H, pairs, copies = [problem[name] for name in "qk"], problem.sizes["H"], [], []
-    if all(x.shape[1] == H for x in given):
-        return given
-    for x in given:
-        B, HK, T, K = x.shape
-        copies.append(draft.like(x, shape=(B, H, T, K)))
-        grouped = B, HK, H // max(HK, 1), T, K
-        source = x.view(lambda x: np.broadcast_to(x[:, :, None], grouped))
-        target = copies[-1].view(lambda x: x.reshape(grouped))  # a view, as one axis is split
+def shares_heads(gla) -> bool:
+    """Whether heads of v share those of q and k. Of all kernels `WeightedSums` reads these as they are."""
+    return gla["q"].shape[1] < gla.sizes["H"]
+
+
+def with_all_heads(draft, gla):
+    """The problem of gla with copies of q and k that have a head for every head of v."""
+    H, pairs, copies = gla.sizes["H"], [], {}
+    for name in "qk":
+        B, HK, T, K = gla[name].shape
+        copies[name], grouped = draft.like(gla[name], shape=(B, H, T, K)), (B, HK, H // HK, T, K)
+        source = gla[name].view(lambda x: np.broadcast_to(x[:, :, None], grouped))
+        target = copies[name].view(lambda x: x.reshape(grouped))  # a view, as one axis is split
         pairs += [(source[b], target[b]) for b in range(B)]
     aligned_copies.copy_rows(draft, pairs, RepeatedKeyHeads.copy_note)
-    return copies
+    return gla.replace(arrays=gla.arrays | copies)
 
 
 def log_gate(draft, problem):
@@ -299,9 +303,11 @@ def launch_feature_map(draft, x, y, phi, reason=""):
 def plan_gla(draft, gla, device, reason, summaries=()):
     """A plan of gla with a gate [B, H, T, 1], as `segments.scalar_forward_cut` says; `draft` makes the copies of the
     gate for every channel, for which `reason` is what `explain` prints."""
+    cut = segments.scalar_forward_cut(gla, device)
+    if shares_heads(gla) and not isinstance(cut.kernel, WeightedSums):
+        return plan_gla(draft, with_all_heads(draft, gla), device, reason, summaries)
     if gla.dtype == DOUBLE and gla.mode != "staged":
         return float64.plan(gla, device)
-    cut = segments.scalar_forward_cut(gla, device)
     if cut.way == COPIED:
         return aligned_copies.plan_on_copies(gla, lambda copies: plan_gla(draft, copies, device, reason), keep="g")
     if cut.way == PORTABLE:
@@ -372,13 +378,15 @@ def weighted_sum(
     backwards : whether the sum runs from the last token to the first
     adds : whether the sum is added to what o holds, which is the sum of other tiles
     """
-    named = dict(zip(("q", "k", "v", "o"), arrays)) | {"partner": partner or arrays[2]}
+    read = dict(zip("qkv", arrays)) | {"partner": partner or arrays[2]}
+    named, H = read | {"o": arrays[3]}, arrays[3].shape[1]
     K, V = named["k"].shape[-1], named["v"].shape[-1]
     return {
         **{name: TensorMap(x, PANEL, WeightedSums.CHUNK, swizzled=True) for name, x in named.items()},
         **{f"{name}_rows": x for name, x in named.items()},
         **{"initial": initial, "final": final, "output_scale": output_scale, "value_scale": value_scale},
         **{"backwards": backwards, "adds_to_o": adds},
+        **{f"{name}_group": H // max(1, x.shape[1]) for name, x in read.items()},
         **{"K": K, "V": V, "state_k": 1 if transposed else V, "state_v": K if transposed else 1},
     }
 
@@ -408,9 +416,11 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, summaries=(), wants_dg=Tru
     Its dg is [B, H, T] in the dtype in which the kernels read g, or [B, H, T, C] in float32, whose last axis is to be
     summed, or None if tokens share the gate. `wants_dg`: whether the caller wants it.
     """
+    cut = segments.scalar_backward_cut(gla, device, do, bool(summaries))
+    if shares_heads(gla) and cut.way not in (HOPPER, TILED):
+        return plan_gla_vjp(draft, with_all_heads(draft, gla), device, do, dht, reason, summaries, wants_dg)
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
-    cut = segments.scalar_backward_cut(gla, device, do, bool(summaries))
     if cut.way == COPIED:
 
         def plan_of_copies(copies, do, dht):
@@ -425,7 +435,8 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, summaries=(), wants_dg=Tru
         gla = with_float32_gate(gla_draft, gla)
     inputs = *(gla_draft.mapped(gla[name], name) for name in "qkv"), gla["g"]
     do, dht = gla_draft.cotangents(gla, do, dht)
-    gradients, dh0 = (*map(gla_draft.like, inputs[:3]), None), gla_draft.gradient_of_state(gla)
+    (B, H), dh0 = gla.shape("B H"), gla_draft.gradient_of_state(gla)
+    gradients = (*(gla_draft.like(x, shape=(B, H, *x.shape[2:])) for x in inputs[:3]), None)
     backward = gated_backward.GatedBackwardPass(gla, inputs, do, gradients, dht, dh0, summaries=summaries)
     if cut.way == TILED:
         dg, tiles = launch_sums_tile_by_tile(gla_draft, backward, device)

@@ -27,9 +27,11 @@ from .kernel import HopperKernel
 #     output_scale, value_scale: factors of o, and of v where it is added to the state
 #     backwards            whether later tokens are added up, not earlier ones
 #     adds_to_o            whether the sum is added to what o holds
+#     q_group ...          how many heads of o share a head of q, of k, of v, of partner
 WEIGHTED_SUM = members(
     "tensor_maps q k v o partner, strided q_rows k_rows v_rows partner_rows o_rows, pointers initial final, "
-    "int64s K V state_k state_v, float64s output_scale value_scale, int64s backwards adds_to_o"
+    "int64s K V state_k state_v, float64s output_scale value_scale, int64s backwards adds_to_o q_group k_group v_group "
+    "partner_group"
 )
 # A launch of WeightedSums. A segment is a run of chunks of a sequence; its summary is the state after it, from a state
 # of 0 (the sum's `final`), and the decay over it.
