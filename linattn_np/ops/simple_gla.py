@@ -16,7 +16,8 @@ def simple_gla():
     ----------
     q, k : [B, HK, T, K], v : [B, H, T, V]
         Query, key and value. H is a multiple of HK; head h of v takes the query and the key of head ``h // (H // HK)``,
-        as Mamba-2's heads take C and B of their group. q and k are copied for every head where HK < H.
+        as Mamba-2's heads take C and B of their group. Where HK < H, Hopper's kernels for bfloat16 and up to 128
+        channels read q and k as they are; others take copies for every head.
     g : [B, H, T] (``[B, T, H]`` with ``layout="bthd"``)
         The log of the decay, natural base, of every head of v. With HK heads, the heads of v that share a query and a
         key share the gate, too, and nothing is copied for it with ``layout="bthd"``.
