@@ -188,3 +188,14 @@ def test_memory_with_gaps_is_copied_to_as_it_lies(device):
     x, out = (describe_array(name, device.upload(given), device) for name in ("x", "out"))
     aligned_copies.copy_rows(draft, [(as_array(x), as_array(out)[..., :9])])
     assert [type(step).__name__ for step in draft.steps] == ["Copy"]
+
+
+@pytest.mark.parametrize("off, steps", [(0, ["Copy"]), (1, ["Launch"])], ids=["aligned", "odd"])
+def test_contiguous_arrays_at_odd_addresses_are_copied_by_rows(device, off, steps, monkeypatch):
+    """Others by the driver, whose copies from such addresses are slow."""
+    monkeypatch.setattr(aligned_copies, "LARGE_BYTES", 0)
+    x = describe_array("x", device.upload(np.zeros(off + 160, BFLOAT16))[off:].reshape(1, 2, 5, 16), device)
+    draft = Draft()
+    draft.contiguous_copy(as_array(x))
+    plan = aligned_copies.with_fast_copies(draft.plan(()))
+    assert [type(step).__name__ for step in plan.steps] == steps
