@@ -7,8 +7,8 @@
 //           with its own gate, j <= i; of a without it, j < i.
 //           N = (I - Aab)^-1, L = N Aak, H = Aqb N, B = Aqk + Aqb L;   E = ad, W = w_scale (qd + H ad), Zb = N^T be,
 //           Zk = ke + L^T be
-//           A walk reads Y = E S from the state S, writes S <- decay S + Zb^T Y + Zk^T v, and o = W S + w_scale B v. In
-//           prepared.cuh Zk is Z, and L and N are residual matrices L and R.
+//           A walk reads Y = E S from the state S, writes S <- decay S + Zb^T Y + Zk^T v, and o = W S + w_scale B v. It
+//           finds Zk and Zb as Z[0] and Z[1], N and L as residual_matrix[0] (R in prepared.cuh) and [1]
 //           Each token x is stored as x' = x / p_x, p_x a power of 2. Primed matrices are those of primed tokens:
 //           with P = diag(p_a p_b), N' = (I - P Aab')^-1 and L' = N' P Aak':   H = diag(p_q) Aqb' N' diag(p_b),
 //           B = diag(p_q) (Aqk' + Aqb' L') diag(p_k), Zb = diag(p_b) N'^T be', Zk = diag(p_k) (ke' + L'^T be'),
@@ -23,8 +23,9 @@
 //           overwritten:
 //             1 inputs   2 decays of blocks (all threads also agree whether a gate grows)   3 decayed rows and k
 //             4 scores with k   5 decayed b   6 scores with b   7 N', L', qd, ke and be   8 H and B
-//           One of two warps: N22 of `solve` is stored. One more in prepare_by_tokens, in place of 3 to 8, and one in
-//           set_lengths if BK is 256
+//           A named one, between 6 and 7, of the two warps that make L' and N': the lower right 16 x 16 block of N',
+//           which the second one has computed and both multiply by, is in shared memory. One more of the block in
+//           prepare_by_tokens, in place of 3 to 8, and one in set_lengths if BK is 256
 // numerics  scores, N' and L' in float32. For 16-bit data each number of them is, as an operand, the sum of two float16
 //           numbers, and each number of H and B the sum of two T; E, W, Z in T. Decays: channel_chunk.cuh; chunks that
 //           grow: growing_chunk.cuh
@@ -41,18 +42,32 @@
 //   Accumulators x: a warp's sums [32 tokens, 16 columns]; with g = lane / 4 and t = lane % 4, x[m][across][2 down + p]
 //     is token 16 m + 8 down + g, column 8 across + 2t + p
 //   each_pair: calls f for a lane's pairs of channels in them
-//   fetch_tokens: starts copying a chunk's rows to tiles, with zeros behind; unpack_four, put_four: four channels;
-//     decays_at: exp of four log gates; store_pieces, store_channels: copy arrays to memory
+//   fetch_tokens: starts copying a chunk's rows to tiles, with zeros after the last token and from channel K on;
+//     unpack_four, put_four: four channels; decays_at: exp of four log gates; store_pieces, store_channels: copy arrays
+//     to memory
 //   UPPER, LOWER: the half of a matrix that is not 0
 //   ChunkOfBlock: the chunk that the block prepares; blocks_with_room: so many blocks, or fewer if memory holds fewer
-//   set_lengths: finds Lengths; clear_rows: zeros in rows of a Matrix
-//   Lengths: powers of 2 and lengths of tokens; SumsOfPairs: sums over channels; PairOfBlock: the numbers of a block's
-//     pairs; RowNumbers: of a lane's rows in Accumulators; each_border: calls a function for each level's border, with
-//     the decay between it and a block; store_level: stores a block's rows or columns decayed that far; score_borders:
-//     scores of rows after a border with columns before it; Triangle: a warp's lower triangle; solve: multiplies it by
+//   Lengths: powers of 2 and lengths of tokens. set_lengths finds them; its last argument: the power of a token of 0
+//   BlockTask: a block of 4 tokens has LANES = BK / 4 threads; `lane` is the thread's number among them
+//   Pairs of a block's tokens: PAIRS = 16 scores with each kind of column, 10 of q and 6 of a. PairOfBlock(n): tokens i
+//     and j of the n-th: for each i, for each j <= i that of q, then, if j < i, that of a (`strict`). SumsOfPairs:
+//     add(x), called 16 times in this order, takes the thread's part of the next score; then `sum` is, in lane l, score
+//     l % 16, summed over the block's lanes in the warp
+//   clear_rows: zeros in a block's 4 rows of a matrix [BT][LD] or a Matrix. in_gap: for lane l of a block, the place of
+//     score l % 16 among the 4 x 4 numbers behind these rows (LD = BT + 4), which clear_rows and stores of scores leave
+//   each_border: calls a function for each level's border, with the decay between it and a block. store_level<N> stores
+//     a block's rows or columns of one kind (its third argument) decayed that far, in a tile that has N kinds, 8 tokens
+//     of each by turns. score_borders: scores of rows after a border with columns before it
+//   Triangle: a warp's lower triangle, of which a lane has diagonal[i], number (16 (lane / 16) + i, lane), and `below`,
+//     of the block of rows 16 to 31 and columns 0 to 15, which lies as sums of its transpose: with g = lane / 4 and
+//     t = lane % 4 below[across][2 down + p] is number (16 + 8 across + 2t + p, g + 8 down). solve: multiplies it by
 //     (I - diag(weight) M)^-1; put_transposed: stores it; multiply_triangles: products of lower triangles, of which a
 //     function gets every number
-//   PreparedFor: the struct that is stored; Operand<T, f16>: f16 for 16-bit data, else `single`
+//   LowerMatrix: REST numbers and, for 16-bit data, REST rounding errors behind; row(n), column(n): of number n. Of a
+//     Matrix number(i, j) is the value, with its error
+//   RowNumbers: of a lane's rows in Accumulators
+//   PreparedFor: the struct that is stored; WRITES_TWICE: of a rule whose tokens write along k and along b.
+//     Operand<T, f16>: f16 for 16-bit data, else `single`
 
 template <typename T, typename G> struct Args {
   StridedRows<const T> q, k, a, b;
@@ -117,7 +132,8 @@ template <typename T, typename G, int BK> struct alignas(16) Shared {
 
 // A block of 4 tokens: what a thread has of it in its 4 channels. `rows` are decayed from the block's start, q through
 // its token, a through the one before; `to_end` are columns decayed from after their token to the block's end; `decay`
-// is that over the block. scores: of pairs within the block (PairOfBlock), with k and with b: of q, and of a if strict.
+// is that over the block. scores[kind]: the thread's `sum` of SumsOfPairs, with k and with b; if a block has two warps,
+// over the channels of the thread's warp only.
 struct BlockOfTokens {
   float4 rows[2][BLOCK], to_end[2][BLOCK], decay;
   float largest;  // of the tokens' decays
@@ -140,6 +156,7 @@ struct BlockOfTokens {
 #pragma unroll
       for (int kind = 0; kind < 2; ++kind) {
         to_end[kind][i] = token(kind ? WITH_B : WITH_K, s.columns[kind]);
+        // In the order of PairOfBlock, on which it depends where put_score stores each.
 #pragma unroll
         for (int j = 0; j <= i; ++j) {
           float4& column = to_end[kind][j];
@@ -180,19 +197,21 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   BlockOfTokens block(s);
   *reinterpret_cast<float4*>(&s.block_decays[task.block][task.c]) = block.decay;
   if constexpr (GRADIENT)
-    if (threadIdx.x < BT) to.beta[threadIdx.x] = 1.f;
-  // 2: decays of blocks are in shared memory; inputs may be overwritten.
+    if (threadIdx.x < BT) to.beta[threadIdx.x] = 1.f;  // RWKV-7 has none: walks copy beta, and do not use it
+  // 2: decays of blocks are in shared memory; inputs may be overwritten, but only behind the branch, which reads them.
   if (__syncthreads_or(block.largest > GROWTH)) {
     // A decay is above GROWTH (growing_chunk.cuh): float16 might not hold decayed tokens. Stores all of `to` but beta,
     // from the inputs, which are in shared memory still.
-    const float* const betas = nullptr;  // RWKV-7 has none
+    const float* const betas = nullptr;
     prepare_by_tokens<WRITES_TWICE, GRADIENT, BK>(to, s.q, s.columns[0], s.a, s.columns[1], s.g, s.lengths, betas, s.AK,
                                                   float(args.w_scale));
     return;
   }
   if (const int i = threadIdx.x; i < BT) s.weight[i] = a_lengths.power[i] * column_lengths[1].power[i];
-  clear_rows(s.QB, task), clear_rows(s.AK, task);  // zeros above the diagonals; those of QK and AB are not read
-  // If a block of tokens has two warps, the second one gives its sums to the first one.
+  // Zeros above the diagonals of QB and AK; those of QK and AB are not read. Below, scores are stored after barrier 3.
+  clear_rows(s.QB, task), clear_rows(s.AK, task);
+  // If a block of tokens has two warps, the second one gives its sums to the first one, which reads them after barrier
+  // 5: in gaps, since other threads clear the rows, and store scores there, meanwhile.
   const auto other_half = [&](int kind) -> float& { return in_gap(kind ? s.AK : s.QK, task); };
   if (task.LANES > 32 && task.lane >= 32 && task.lane < 32 + PAIRS)
     other_half(0) = block.scores[0], other_half(1) = block.scores[1];
@@ -276,8 +295,8 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
     for (int i = 0; i < 16; ++i) largest = fmaxf(largest, fabsf(x.diagonal[i]));
 #pragma unroll
     for (int n = 0; n < 8; ++n) largest = fmaxf(largest, fabsf(x.below[n / 4][n % 4]));
-    // power_below takes a square: root is the largest power of 2 not above the root of the largest number. Divided by
-    // its square, a matrix has a largest number in [1, 4), so that float16 holds it.
+    // power_below takes a square: root is the largest power of 2 not above the root of the largest number, or 1 if all
+    // are 0 (L' of keys of 0). Divided by its square, a matrix has a largest number in [1, 4), which float16 holds.
     const float root = power_below(max_of_lanes(largest)), power = root * root;
     if (lane == 0) s.matrix_powers[kind] = power;
     put_transposed(transposed, x, 1.f / power);
