@@ -223,7 +223,7 @@ CLASSES = {
 }
 
 PART = 1 / 5  # of the cases that have all pairs of values: in it every value occurs
-# Axes of which every value occurs in each run, in half of that part; those of other axes occur in some runs.
+# Axes of which every value occurs in each run, in a third of that part; those of other axes occur in some runs.
 WHOLE = {"op", "operator", "variant", "kind", "mode", "dtype", "backend", "kernel_backend", "device", "folder"}
 
 # Fixtures for kernels of some cards alone, and the backend that has no cases of theirs: a case that is skipped would
@@ -265,7 +265,7 @@ def pytest_configure(config):
 def kept(name, cases, mark, config):
     """The numbers of the cases that run, of a test marked `pairwise`: first those with all pairs of its axes' values,
     where axes that are joined count as one; of these a part that the seed draws, with every value; and of the part a
-    half, with every value of the axes WHOLE. Where the mark has an axis `half`, of half of its values, which the seed
+    third, with every value of the axes WHOLE. Where the mark has an axis `half`, of half of its values, which the seed
     draws.
     NumPy's cases take less time, and `pytest -m quick` has few: all pairs and all of these stay.
     """
@@ -281,7 +281,7 @@ def kept(name, cases, mark, config):
             (of_numpy if case.params.get("backend") == "numpy" else costly).append(n)
     random.Random(seed).shuffle(of_numpy)
     whole = lambda n: [("", ""), *(place for place in axes(n) if WHOLE.intersection(place[0]))]
-    costly = pairs.part(pairs.part(pairs.choose(costly, axes), axes, PART, seed), whole, 1 / 2, seed)
+    costly = pairs.part(pairs.part(pairs.choose(costly, axes), axes, PART, seed), whole, 1 / 3, seed)
     return {*pairs.choose(of_numpy, axes), *costly, *quick}
 
 

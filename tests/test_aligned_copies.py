@@ -35,7 +35,7 @@ def kernels(backend):
     return backend
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(half="op")
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16), np.dtype(np.float32)], ids=str)
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
 def test_gradients(kernels, rng, op, dtype):

@@ -358,6 +358,7 @@ PEERS = [case_of(op) for op in run.peers.FUNCTIONS] + [case_of("rwkv7", gate="rw
 PEERS += [replace(case, backward=True) for case in PEERS if not case.step]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", PEERS, ids=str)
 def test_a_peer_gives_what_ours_gives(case, installed):
     row = row_beside(lambda _, *its: of_peer().measure(replace(case, dtype="float32"), *its), case)

@@ -5,7 +5,7 @@ instance is translated once for each, and assembled for every card. What was com
 `disk.py` says where it is kept.
 
 With --exhaustive the main targets have every instance, and the others those that have between them every pair of
-arguments. Without it a part is compiled: of half of the files, some of every folder, a quarter of the instances that
+arguments. Without it a part is compiled: of a third of the files, some of every folder, a quarter of the instances that
 have every single argument, each for one of all targets: another part, for other targets, for another seed.
 `translated.py` has more instances read, of every file.
 """

@@ -72,7 +72,7 @@ def test_other(a, b, c): pass
 
 @pytest.mark.parametrize(
     "arguments, marked, joined, halved, alone",
-    [([], range(4, 7), range(4, 6), [2], [3]), (["--exhaustive"], [64], [16], [10], [6])],
+    [([], range(4, 6), range(4, 6), [1], [2]), (["--exhaustive"], [64], [16], [10], [6])],
 )
 def test_what_pytest_runs(tmp_path, arguments, marked, joined, halved, alone):
     (tmp_path / "test_product.py").write_text(SUITE)

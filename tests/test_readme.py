@@ -33,6 +33,7 @@ SHORTER = {  # added to a page's command: of an option the last value counts
     "compare": ["--longest", "512"],
     "bench": ["--tokens", "64", "--heads", "1"],
 }
+SMALLER = ["--layers", "2", "--width", "64"]  # of a model whose size the command says
 NOT_RUN = {
     "pip": "needs the network; .ci/run runs the README's",
     "python": "benchmarks take minutes: test_benchmarks.py runs them small; releasing needs the network",
@@ -89,7 +90,7 @@ def test_commands_run(page, tmp_path, monkeypatch):
             pytest.importorskip("numba", reason="matrices in few bits need Numba on the CPU")
         with open(stdin or "/dev/null") as file:
             monkeypatch.setattr("sys.stdin", file)
-            assert main([*words, *SHORTER.get(words[0], [])]) == 0, line
+            assert main([*words, *SHORTER.get(words[0], []), *SMALLER * ("--layers" in words)]) == 0, line
 
 
 def test_the_loop_is_the_operator(rng):
