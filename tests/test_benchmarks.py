@@ -76,7 +76,7 @@ def test_results_are_whole(path):
     assert META <= set(result["meta"])
     assert len({run.key(row) for row in result["rows"]}) == len(result["rows"]) > 0
     for row in result["rows"]:
-        assert FIELDS - LATER <= set(row) - {"commit"} <= FIELDS
+        assert FIELDS - LATER <= set(row) - {"commit", "date"} <= FIELDS
         assert row["error"] < run.LIMITS[row["dtype"]] and row["ours_ms"] > 0 and row["wall_ms"] > 0
         assert row["peak_mib"] > 0 and row["floor_ms"] > 0
         assert row["peer_error"] is None or row["peer_ms"] is None or row["peer_error"] < run.LIMITS[row["dtype"]]
