@@ -244,6 +244,22 @@ def test_strided_arrays(backend, mode, rng):
         assert_close("gradient", backend.tohost(x), y, SINGLE, factor=10)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("K, V, off", [(64, 132, 0), (128, 96, 0), (256, 64, 1), (100, 64, 0), (64, 70, 0)])
+@pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
+def test_states_by_16_bytes(kernel_backend, op, K, V, off, rng, monkeypatch):
+    """Where a lane has four columns, and all channels exist; others number by number, at any address."""
+    monkeypatch.setattr(EmulatedDevice, "multiprocessors", 1)
+    case = Case(op, T=3, K=K, V=V)
+    arrays, start, do, _ = case.drawn(rng)
+    there = kernel_backend.asarray(np.append(np.zeros(off, SINGLE), start))[off:].reshape(start.shape)
+    given = [kernel_backend.asarray(x) for x in arrays]
+    o, final = kernel_backend.run(case.function, *given, mode="recurrent", initial_state=there, output_final_state=True)
+    wanted, expected, _ = exact_vjp(case.function, arrays, do, initial_state=start)
+    assert_close("o", kernel_backend.tohost(o), wanted, SINGLE)
+    assert_close("state", kernel_backend.tohost(final), expected, SINGLE)
+
+
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_results_at_odd_addresses(backend, op, rng):
     """`out` and do have rows that do not start on 16 bytes, though the inputs' do."""

@@ -140,9 +140,10 @@ __device__ __forceinline__ R apply_token(R (&S)[CHANNELS][COLUMNS], const Storag
   return o;
 }
 
-// Launch bounds: registers for 256 threads of a multiprocessor, 255 a thread.
+// By the launch bounds a multiprocessor has registers for three blocks, 168 a thread; with float64 for two, 255.
 template <class Rule, typename T, typename G, int BK, int COLUMNS>
-__global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args<T, G> args) {
+__global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2)
+    delta_recurrent_forward(const Args<T, G> args) {
   using R = FloatOrDouble<T>;
   using Storage = Shared<Rule, T, G, BK, COLUMNS>;
   constexpr int LANES = Storage::LANES, BV = Storage::BV, STAGE_TOKENS = TOKENS<T, BK>;
@@ -177,17 +178,21 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   const auto channel = [&](int i) { return channel_of<LANES>(lane, i); };
 
   R S[CHANNELS][COLUMNS];
-  // Calls f(number, channel, column in the tile, whether both are inside K and V) for this lane's numbers of S.
-  const auto each = [&](auto f) {
+  // Calls f(numbers, place, count) for the COLUMNS numbers that a lane has of each channel: the place of the first one
+  // in a state or in F, and how many exist.
+  const auto each_channel = [&](const Part& of, auto f) {
+    const int first_column = of.first_column + column, left = min(of.width - first_column, COLUMNS);
 #pragma unroll
-    for (int i = 0; i < CHANNELS; ++i)
-#pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) f(S[i][c], channel(i), column + c, channel(i) < K && column + c < columns_left);
+    for (int i = 0; i < CHANNELS; ++i) f(S[i], i64(channel(i)) * of.width + first_column, channel(i) < K ? left : 0);
   };
-  each([&](R& x, int state_row, int tile_column, bool inside) {
-    const i64 at = i64(state_row) * part.width + part.first_column + tile_column;
-    // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
-    x = !inside ? R(0) : part.of_F ? R(at % (part.width + 1) == 0) : part.segment.from ? part.segment.from[at] : R(0);
+  const R* const from = part.of_F ? nullptr : part.segment.from;
+  each_channel(part, [&](R(&x)[COLUMNS], i64 at, int count) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
+      const R first = part.of_F ? R((at + c) % (part.width + 1) == 0) : R(0);
+      x[c] = c >= count ? R(0) : from ? from[at + c] : first;
+    }
   });
 
   TokenGates<Rule, R> next_gates;
@@ -241,8 +246,16 @@ __global__ void __launch_bounds__(THREADS, 2) delta_recurrent_forward(const Args
   const u32 n = u32(opaque(int(work.n)));
   const auto end = part_of(n, u32(opaque(int(work.first_column))));
   R* state = end.of_F ? args.F + (i64(n) * shape.H + work.h) * K * end.width : end.segment.to;
-  if (state)
-    each([&](R& x, int state_row, int tile_column, bool inside) {
-      if (inside) state[i64(state_row) * end.width + end.first_column + tile_column] = x;
+  if (!state) return;
+  if (end.width % COLUMNS == 0 && u64(state) % (COLUMNS * sizeof(R)) == 0) {
+    each_channel(end, [&](R(&x)[COLUMNS], i64 at, int count) {
+      if (count > 0) store_neighbours<COLUMNS>(state + at, [&](int c) { return x[c]; });
     });
+  } else {
+    each_channel(end, [&](R(&x)[COLUMNS], i64 at, int count) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c)
+        if (c < count) state[at + c] = x[c];
+    });
+  }
 }
