@@ -345,7 +345,7 @@ def pytest_configure_node(node):
 
 def pytest_report_header(config):
     chosen = config.option.markexpr or config.option.keyword or config.args != config.getini("testpaths")
-    takes = [] if chosen else ["all tests take 15 minutes on two cores; pytest -m quick takes one"]
+    takes = [] if chosen else ["all tests take 10 minutes on two cores; pytest -m quick takes one"]
     return [f"backends: {', '.join(config.backends)}; --seed={config.option.seed}", *takes]
 
 

@@ -373,6 +373,7 @@ def test_chunks_of_little_keys(backend, dtype, rng):
     assert rms(found - wanted) < 1.3 * HARD_LIMITS[dtype] * rms(wanted)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [BFLOAT16, HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("op", [KDA, RWKV7], ids=lambda op: op.name)
 def test_zeros_among_tokens(backend, op, dtype, rng):
@@ -506,6 +507,7 @@ def test_gradients_of_chunks_with_hard_keys(backend, hard, op, qk_l2norm, K, dty
         assert rms(x - y) <= limit * (3 if y.ndim == 3 else 1) * size, name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [BFLOAT16, SINGLE, DOUBLE], ids=str)
 @pytest.mark.parametrize("op", [DELTA_RULE, GATED_DELTA_RULE, KDA], ids=lambda op: op.name)
 def test_negative_strengths_token_by_token(backend, op, dtype, rng):
@@ -848,12 +850,14 @@ def test_gradients_of_small_heads(kernel_backend, case, segments, rng, monkeypat
     assert_gradients(kernel_backend, case, arrays, start, do, dht)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", SMALL_HEADS.values(), ids=SMALL_HEADS)
 def test_small_heads(case, assert_small_heads):
     """Of rows that are no whole pieces of 16 bytes, too."""
     assert_small_heads(case, ["delta_small_forward"])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", SMALL_HEADS.values(), ids=SMALL_HEADS)
 @pytest.mark.parametrize("segments", [3, 7])
 def test_small_heads_in_segments(case, segments, assert_small_heads):
@@ -880,6 +884,7 @@ def test_which_calls_are_of_small_heads(sizes, mode, kernel):
     assert [name for name in planned.names(plan) if name != "elementwise_copy_rows"][0] == kernel
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("op", [KDA, RWKV7])
 def test_walks_of_32_columns(backend, op, segments, rng, monkeypatch):

@@ -330,6 +330,7 @@ def check_gradients(device, rng, dtype, sizes, gates, keys, beta, bounds=None, n
         assert rms(double(x) - y) <= LIMIT[dtype] * size + LOST[dtype], name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("sizes", "gates", "keys", "beta", "bounds"), CASES)
 def test_gradients_are_those_of_the_recurrence(hopper, rng, sizes, gates, keys, beta, bounds):  # noqa: F811
     check_gradients(hopper, rng, BFLOAT16, sizes, gates, keys, beta, bounds, normalized=gates == "logsigmoid")

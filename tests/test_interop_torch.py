@@ -100,6 +100,7 @@ def test_gradients_without_states(home, variant, rng):
     compare(case.gradients(case.ours, inputs), wanted, home.dtype)
 
 
+@pytest.mark.pairwise(half="variant")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradcheck(variant, rng):
     """torch's own finite differences, in float64."""

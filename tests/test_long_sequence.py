@@ -42,6 +42,7 @@ def test_forward(kernels, rng, op, layout, given):
     assert_results(OPERATORS[op], arrays, found, BFLOAT16, initial_state=state, cu_seqlens=BOUNDS)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
 def test_gradients(kernels, rng, op, reverse):

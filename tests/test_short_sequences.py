@@ -104,6 +104,7 @@ def test_gates_that_cancel(device, rng, nats):
         assert_close(f"d{name}", host(x), y, SINGLE, factor=10)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "D, T, initial, dtype, short",
     [
