@@ -142,6 +142,7 @@ def assert_gradients(call, places_each=None):
         assert error.max() <= 1e-6 * max(size, 1), f"d{name}: off by {error.max():.1e} where gradients are {size:.1e}"
 
 
+@pytest.mark.pairwise(half="variant")
 def test_every_entry_matches_finite_differences(backend, variant, mode, rng):
     assert_gradients(Call(variant, mode, SMALL, rng))
 
