@@ -426,6 +426,7 @@ ROOMS = {
             "array_kinds",
             "contract",
             "declarations",
+            "derived",
             "graph_capture",
             "kernel_choice",
             "problem",
