@@ -90,6 +90,7 @@ def test_forward(home, variant, rng):
         compare(found, wanted, home.dtype)
 
 
+@pytest.mark.pairwise(half="variant")
 def test_gradients(home, variant, rng):
     case = Case(variant, rng)
     inputs = home.put(case.arrays)
