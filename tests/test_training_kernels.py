@@ -519,7 +519,7 @@ def test_a_restored_training_goes_on_with_the_same_bits(card, kind, tmp_path):
     for _ in range(5):
         part.step()
     part.save(tmp_path / "training.safetensors")
-    again = Training.restore(tmp_path / "training.safetensors", TEXT, "cuda", recompute=True)
+    again = Training.restore(tmp_path / "training.safetensors", TEXT, "cuda", kind=kind, recompute=True)
     assert part.held_out_loss() == again.held_out_loss()
     for _ in range(4):
         again.step()
