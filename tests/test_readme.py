@@ -163,6 +163,7 @@ def test_published_models_have_the_sizes_that_were_seen(published):
 
 @pytest.mark.parametrize("version, ranks", [(6, {"W": 64, "A": 64, "5A": 320}), (7, dict(W=64, A=64, Q=64, G=128))])
 def test_the_memory_of_published_models_is_that_of_the_layers(version, ranks, published, rng):
+    pytest.importorskip("numba")
     sizes = published.sizes_of(version, 2, 128, ranks, vocabulary=256)
     weights = {name: rng.standard_normal(x, np.float32) for name, x in published.shapes(version, sizes).items()}
     for name in published.FORMATS:

@@ -39,8 +39,8 @@ def load(
     Example
     -------
     >>> from linattn_np import models
-    >>> models.load(models.austen())
-    RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, bfloat16 on cpu)
+    >>> models.load(models.austen(), dtype="float32")
+    RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, float32 on cpu)
     """
     weights = checkpoint.read(path)
     kind = kind_of(weights)
