@@ -96,11 +96,13 @@ def draw(results, image: Path):
             batch, context = map(int, curve["size"].split("@")[1].split("x"))
             ours, theirs = np.array(curve[OURS]), np.array(curve[PEER])
             read = np.arange(len(ours)) * batch * context / 1e6
-            for name, losses, color, width, place in ((PEER, theirs, FLA, 3.5, 16), (OURS, ours, OURS_COLOR, 1.2, -38)):
+            for name, losses, color, width, height in (
+                (PEER, theirs, FLA, 3.5, 0.8),
+                (OURS, ours, OURS_COLOR, 1.2, 0.7),
+            ):
                 above.plot(read, losses, color=color, linewidth=width)
-                where = dict(xytext=(20, place), textcoords="offset points", fontweight="bold")
-                at = read[len(read) // 6], losses[len(read) // 6]
-                above.annotate(name.replace("-", "_"), at, color=color, **where)
+                where = dict(transform=above.transAxes, fontweight="bold")
+                above.text(0.4, height, name.replace("-", "_"), color=color, **where)
             above.set_title(f"RWKV-{result.get('version', 6)}, {shown(curve['size'])}")
             below.plot(read, ours - theirs, color=INK, linewidth=1)
             below.set_xlabel("bytes read, millions")
