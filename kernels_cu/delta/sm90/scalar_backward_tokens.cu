@@ -19,24 +19,26 @@
 //           gradients with respect to q and k, or, given args.lengths, to the divided q and k; sum_parts.cu adds them.
 //           With P > 1, sequences in `shape` are segments of whole chunks, P of each sequence
 // grid      delta_hopper.py launches a block for every (sequence, value head), sequence slowest
-// roles     consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, e and S.
-//           Gradients: a warpgroup makes M of chunk n + 2, Z of chunk n + 1, and gradients of chunk n; warps 0 and 1
-//           have the rows of queries, warps 2 and 3 those of keys. In a last warpgroup warp 0 copies chunks, warp 1
-//           computes decays, and warps 2 and 3 invert I + M diag(beta) of even and odd chunks
+// roles     Consumers: a warpgroup for every 64 columns, with their state transposed in registers, computes X, e, S and
+//           <S, dS>. The first one also makes Z of chunk n + 1, the last one M of chunk n + 2. Gradients: a warpgroup
+//           computes dq, dk, dbeta and dg of chunk n; warps 0 and 1 have the rows of queries, warps 2 and 3 those of
+//           keys. In a last warpgroup warp 0 copies chunks, warp 1 computes decays, and warps 2 and 3 invert I + M
+//           diag(beta) of even and odd chunks
 // smem      GradientStage: a chunk's queries and keys, and its matrices. Shared: stages, v and e, do and dv, S and dS
 // barriers  What is complete: who arrives -> who waits. By stage:
 //             full: q and k have been copied: copies -> decays, gradients, consumers
 //             decays_ready: D and gates: decays -> gradients, consumers
-//             scores_ready: M: gradients -> inverses
-//             inverse_ready: R, in `inverse` and `inverse_to_end`: inverses -> gradients
-//             operands_ready: Z (and R, from which it is made): gradients -> consumers
+//             scores_ready: M: last consumers -> inverses
+//             inverse_ready: R, in `inverse` and `inverse_to_end`: inverses -> first consumers
+//             operands_ready: Z (and R, from which it is made): first consumers -> consumers
 //             outputs_ready: dq and dk; the stage, its gates and v's slot have been read: gradients -> copies, decays
 //           By slot of v:
 //             values_full: v has been copied: copies -> consumers
 //             residuals_ready: e; Z and R have been read: consumers -> gradients
 //           One place each, used by every chunk:
 //             tokens_full: do and dv have been copied: copies -> gradients
-//             state_gradient_full: dS has been copied: copies -> gradients
+//             state_gradient_full: dS has been copied: copies -> gradients, consumers
+//             dots_ready: state_dots; dS has been read for them: consumers -> gradients
 //             gradients_read: do, dv and dS have been read: gradients -> copies
 //             states_ready: S: consumers -> gradients
 //             states_read: S has been read: gradients -> consumers
@@ -107,16 +109,16 @@ template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   T gradients[BV / 64][2 * CHUNK][64];      // rows 0 to 31: do; rows 32 to 63: dv
   T states[BK / 64][BV][64], state_gradient[BK / 64][BV][64];  // S and dS, transposed
   TokenGates gates[STAGES];
-  Upcoming upcoming;           // decays and betas of the next chunks, for the warp that computes decays
-  float pair_terms[4][CHUNK];  // by warp: terms of dg from the pairs of the warp's 16 rows
-  float beta_terms[4][CHUNK];  // by warp: terms of dbeta from the same pairs
-  float read_terms[2][CHUNK];  // q_i . (scale E_i S do_i), and k_i . (-E_i S dv_i)
-  float write_terms[CHUNK];    // L_i k_i . dS e_i
-  float state_dots[4];         // by warp: <S, dS> over the warp's columns
+  Upcoming upcoming;             // decays and betas of the next chunks, for the warp that computes decays
+  float pair_terms[4][CHUNK];    // by warp: terms of dg from the pairs of the warp's 16 rows
+  float beta_terms[4][CHUNK];    // by warp: terms of dbeta from the same pairs
+  float read_terms[2][CHUNK];    // q_i . (scale E_i S do_i), and k_i . (-E_i S dv_i)
+  float write_terms[CHUNK];      // L_i k_i . dS e_i
+  float state_dots[2][BV / 16];  // of even and odd chunks, by the consumers' warps: <S, dS> over the warp's columns
   MBarrier full[STAGES], decays_ready[STAGES], scores_ready[STAGES], inverse_ready[STAGES], operands_ready[STAGES],
       outputs_ready[STAGES];
   MBarrier values_full[SLOTS], residuals_ready[SLOTS];
-  MBarrier tokens_full, state_gradient_full, gradients_read, states_ready, states_read;
+  MBarrier tokens_full, state_gradient_full, gradients_read, states_ready, states_read, dots_ready;
   const float* from;  // the state before the block's first token; null: zeros
 };
 
@@ -206,109 +208,82 @@ __device__ __forceinline__ void start_gradient_product(float (&d)[32], T (&token
                            columns + step * (16 * 128 / 16), step > 0);
 }
 
-// Makes Z of a chunk: Z_j = sum_i inverse_to_end[j, i] k_i, in the warp's 16 channels of every 64. It waits for
-// inverse_ready and arrives at operands_ready. channel_offset: that of OperandLane.
-template <class Memory>
-__device__ __forceinline__ void make_Z(Memory& s, const RingPosition<Memory::STAGES>& ring, int channel_offset) {
-  using T = typename Memory::T;
-  auto& in = s.stages[ring.stage];
-  mbarrier_wait(s.inverse_ready[ring.stage], ring.parity);
-#pragma unroll
-  for (int panel = 0; panel < Memory::BK / 64; ++panel) {
-    Operand keys;
-    Values z;
-    load_transposed(keys, in.queries_keys[panel] + CHUNK, channel_offset);
-    wgmma_fence();
-    start_split_product<T>(z, keys, k_major_tile(in.inverse_to_end), OVERWRITE);
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_fence_operand(z);
-    store_transposed(in.Z[panel], channel_offset, z);  // overwrites M
-  }
-  fence_proxy_async();
-  warp_arrive(s.operands_ready[ring.stage]);
-}
-
-// The gradients' warpgroup. For each chunk n it makes M of chunk n + 2, Z of chunk n + 1, and dq, dk, dbeta and dg of
-// chunk n. Warps 0 and 1 have 16 queries each, warps 2 and 3 have 16 keys each.
+// The gradients' warpgroup: dq, dk, dbeta and dg of each chunk. Warps 0 and 1 have 16 queries each, warps 2 and 3 have
+// 16 keys each.
 template <class Memory>
 __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename Memory::T>& args,
                                                   const WorkTile& work) {
   using T = typename Memory::T;
   constexpr int PANELS = Memory::BK / 64, V_PANELS = Memory::BV / 64;
   const GradientLane at;
-  RingPosition<Memory::STAGES> ring, Z_ring, scores_ring;
+  RingPosition<Memory::STAGES> ring;
   RingPosition<Memory::SLOTS> values_ring;
-  // make_scores waits for full and decays_ready of its chunk: two iterations later the loop reads the chunk's q, k, D
-  // and gates without waiting.
-  make_first_scores(s, scores_ring, work.tokens, at);
-  if (work.tokens > 0) make_Z(s, Z_ring, at.channel_offset);
-  Z_ring.next();
 #pragma unroll 1
-  for (int token = 0; token < work.tokens;
-       token += CHUNK, ring.next(), Z_ring.next(), scores_ring.next(), values_ring.next()) {
+  for (int token = 0; token < work.tokens; token += CHUNK, ring.next(), values_ring.next()) {
     const u32 parity = token / CHUNK & 1;
     auto& in = s.stages[ring.stage];
     auto& values = s.values[values_ring.stage];
     const TokenGates& gates = s.gates[ring.stage];
-    float d[PANELS][32];  // the warp's rows of dq or dk; at first S do or S dv
+    float d[PANELS][32];     // the warp's rows of dq or dk; at first S do or S dv
+    float dS_e[PANELS][32];  // rows 32 to 63: dS e
+    Values products, scores;
 
-    // S do and S dv; <S, dS>
+    // do e^T and dv e^T; [q; k] k^T; then S do and S dv
+    mbarrier_wait(s.full[ring.stage], ring.parity);
     mbarrier_wait(s.tokens_full, parity);
+    mbarrier_wait(s.residuals_ready[values_ring.stage], values_ring.parity);
+    u64 rows = k_major_tile(s.gradients), residuals = k_major_tile(values);
+    wgmma_fence();
+#pragma unroll
+    for (int rounded = 0; rounded < 2; ++rounded)  // rounding errors of e (rows 0 to 31), then e rounded
+#pragma unroll
+      for (int step = 0; step < 4 * V_PANELS; ++step) {
+        const int offset = step / 4 * int(sizeof values[0] / 16) + step % 4 * 2;
+        wgmma<T, CHUNK, K_MAJOR>(products, rows + offset, residuals + offset + rounded * (CHUNK * 128 / 16),
+                                 rounded || step);
+      }
+    start_scores(scores, in);
     mbarrier_wait(s.states_ready, parity);
     wgmma_fence();
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel) start_gradient_product(d[panel], s.gradients, s.states[panel]);
     wgmma_commit();
-    mbarrier_wait(s.state_gradient_full, parity);
-    if (args.dg.p) store_state_dot(s, at);
+
+    // dqk and dkk, while S do and S dv are computed
+    mbarrier_wait(s.decays_ready[ring.stage], ring.parity);
+    wgmma_wait<1>();
+    wgmma_fence_operand(products), wgmma_fence_operand(scores);
+    store_pairs(s, ring.stage, products, scores, at);
     wgmma_wait<0>();
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel) wgmma_fence_operand(d[panel]);
     warp_arrive(s.states_read);
-    scale_state_products(s, d, ring.stage, at);
-    if (token + CHUNK < work.tokens) make_Z(s, Z_ring, at.channel_offset);
 
-    // do e^T and dv e^T: dqk and dkk
-    mbarrier_wait(s.residuals_ready[values_ring.stage], values_ring.parity);
-    {
-      Values products, scores;
-      u64 rows = k_major_tile(s.gradients), residuals = k_major_tile(values);
+    // dS e: each panel's is computed while the warp adds up what it has
+    const auto start_dS_e = [&](int panel) {
       wgmma_fence();
-      start_scores(scores, in);  // [q; k] k^T
-#pragma unroll
-      for (int rounded = 0; rounded < 2; ++rounded)  // rounding errors of e (rows 0 to 31), then e rounded
-#pragma unroll
-        for (int step = 0; step < 4 * V_PANELS; ++step) {
-          const int offset = step / 4 * int(sizeof values[0] / 16) + step % 4 * 2;
-          wgmma<T, CHUNK, K_MAJOR>(products, rows + offset, residuals + offset + rounded * (CHUNK * 128 / 16),
-                                   rounded || step);
-        }
+      start_gradient_product(dS_e[panel], values, s.state_gradient[panel]);
       wgmma_commit();
-      wgmma_wait<0>();
-      wgmma_fence_operand(products), wgmma_fence_operand(scores);
-      store_pairs(s, ring.stage, products, scores, at);
-    }
-
-    // dS e
+    };
+    mbarrier_wait(s.state_gradient_full, parity);
+    start_dS_e(0);
+    scale_state_products(s, d, ring.stage, at);
     float terms[2] = {};
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel) {
-      float dS_e[32];  // rows 32 to 63: dS e
-      wgmma_fence();
-      start_gradient_product(dS_e, values, s.state_gradient[panel]);
-      wgmma_commit();
       wgmma_wait<0>();
-      wgmma_fence_operand(dS_e);
+      wgmma_fence_operand(dS_e[panel]);
+      if (panel + 1 < PANELS) start_dS_e(panel + 1);
       if (at.has_keys) {
         const float factor[2] = {gates.key_end_factors[at.row], gates.key_end_factors[at.row + 8]};
         each_of_panel(in.queries_keys[panel], at.own_offset, [&](int i, float2 x, int h) {
-          terms[h] = fmaf(x.x, dS_e[i], fmaf(x.y, dS_e[i + 1], terms[h]));
-          d[panel][i] = fmaf(factor[h], dS_e[i], d[panel][i]),
-          d[panel][i + 1] = fmaf(factor[h], dS_e[i + 1], d[panel][i + 1]);
+          terms[h] = fmaf(x.x, dS_e[panel][i], fmaf(x.y, dS_e[panel][i + 1], terms[h]));
+          d[panel][i] = fmaf(factor[h], dS_e[panel][i], d[panel][i]),
+          d[panel][i + 1] = fmaf(factor[h], dS_e[panel][i + 1], d[panel][i + 1]);
         });
       }
     }
+    mbarrier_wait(s.dots_ready, parity);
     fence_proxy_async();  // orders reads of dS before the copies that overwrite it
     warp_arrive(s.gradients_read);
     if (at.has_keys)
@@ -318,9 +293,8 @@ __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename
         if (at.lane % 4 == 0) s.write_terms[at.row + 8 * h] = gates.key_to_end[at.row + 8 * h] * terms[h];
       }
 
-    if (token + 2 * CHUNK < work.tokens) make_scores(s, scores_ring, at);
     named_barrier_sync(1, OPERAND_THREADS);  // terms, dqk and dkk are in shared memory
-    store_token_gradients(s, args, work, token, gates, at.lane, at.warp);
+    store_token_gradients(s, args, work, token, gates, s.state_dots[parity], at.lane, at.warp);
     add_pair_products(d, in, at);
     named_barrier_sync(1, OPERAND_THREADS);  // all products that read queries and keys have ended; terms have been read
     store_gradients(s, args, work, token, ring.stage, d, at);
@@ -331,7 +305,34 @@ __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename
 
 // ---- warpgroups with 64 columns of V each ---------------------------------------------------------------------------
 
-// A consumer: X, e and S of each chunk.
+// Makes Z of a chunk: Z_j = sum_i inverse_to_end[j, i] k_i, in the warp's 16 channels of every 64. It waits for
+// inverse_ready and arrives at operands_ready. channel_offset: that of OperandLane.
+template <class Memory>
+__device__ __forceinline__ void make_Z(Memory& s, const RingPosition<Memory::STAGES>& ring, int channel_offset) {
+  using T = typename Memory::T;
+  constexpr int PANELS = Memory::BK / 64;
+  auto& in = s.stages[ring.stage];
+  Operand keys[PANELS];
+  Values z[PANELS];
+  mbarrier_wait(s.inverse_ready[ring.stage], ring.parity);
+#pragma unroll
+  for (int panel = 0; panel < PANELS; ++panel)
+    load_transposed(keys[panel], in.queries_keys[panel] + CHUNK, channel_offset);
+  wgmma_fence();
+#pragma unroll
+  for (int panel = 0; panel < PANELS; ++panel)
+    start_split_product<T>(z[panel], keys[panel], k_major_tile(in.inverse_to_end), OVERWRITE);
+  wgmma_commit();
+  wgmma_wait<0>();
+#pragma unroll
+  for (int panel = 0; panel < PANELS; ++panel)
+    wgmma_fence_operand(z[panel]), store_transposed(in.Z[panel], channel_offset, z[panel]);  // overwrites M
+  fence_proxy_async();
+  warp_arrive(s.operands_ready[ring.stage]);
+}
+
+// A consumer: X, e, S and <S, dS> of each chunk n; in the first warpgroup Z of chunk n + 1, in the last one M of chunk
+// n + 2.
 template <class Memory>
 __device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T>& args, const WorkTile& work) {
   using T = typename Memory::T;
@@ -339,13 +340,21 @@ __device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T
   const Consumer at(0);
   const int channel_offset = at.channel_offset,
             own_offset = shifted_offset(left_operand_offset(at.lane), 16 * at.warp, 0);
+  const bool makes_Z = at.warpgroup == 0, makes_scores = at.warpgroup == Memory::BV / 64 - 1;
+  const OperandLane operand(at.warp % 4, at.lane);
   float state[BK / 2] = {};
   if (s.from)
     each_transposed<BK>(state, s.from, args, args.shape, at.column, [](float& x, const float* from) { x = *from; });
   RingPosition<Memory::STAGES> ring;
   RingPosition<Memory::SLOTS> values_ring;
+  if (makes_scores) {
+    RingPosition<Memory::STAGES> first;
+    make_first_scores(s, first, work.tokens, operand);
+  }
+  if (makes_Z && work.tokens > 0) make_Z(s, ring, channel_offset);
 #pragma unroll 1
-  for (int token = 0; token < work.tokens; token += CHUNK, ring.next(), values_ring.next()) {
+  for (int token = 0; token < work.tokens; token += CHUNK, values_ring.next()) {
+    const u32 parity = token / CHUNK & 1;
     auto& in = s.stages[ring.stage];
     auto& values = s.values[values_ring.stage][at.warpgroup];
     const TokenGates& gates = s.gates[ring.stage];
@@ -360,7 +369,7 @@ __device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T
       return descriptor + descriptor_offset(in, in.queries_keys[panel] + CHUNK);
     });
     wgmma_commit();
-    mbarrier_wait(s.states_read, (token / CHUNK & 1) ^ 1);
+    mbarrier_wait(s.states_read, parity ^ 1);
 #pragma unroll
     for (int step = 0; step < BK / 16; ++step)
       stmatrix_x4(at_byte_offset(s.states[step / 4], shifted_offset(own_offset, 0, step % 4 * 16)),
@@ -391,6 +400,17 @@ __device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T
     wgmma_wait<0>();
     wgmma_fence_operand(state);
     mbarrier_arrive(s.residuals_ready[values_ring.stage]);
+    ring.next();
+    if (makes_Z && token + CHUNK < work.tokens) make_Z(s, ring, channel_offset);
+    mbarrier_wait(s.state_gradient_full, parity);
+    if (args.dg.p) store_state_dot(s, s.state_dots[parity][at.warp], own_offset, 16 * at.warp, at.lane);
+    fence_proxy_async();  // orders reads of dS before the copies that overwrite it
+    warp_arrive(s.dots_ready);
+    if (makes_scores && token + 2 * CHUNK < work.tokens) {
+      RingPosition<Memory::STAGES> later = ring;
+      later.next();
+      make_scores(s, later, operand);
+    }
   }
 }
 
@@ -407,7 +427,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
     for (MBarrier& ready : s.residuals_ready) mbarrier_init(ready, CONSUMERS<BV>);
     mbarrier_init(s.tokens_full, 32), mbarrier_init(s.state_gradient_full, 1);
     mbarrier_init(s.states_ready, CONSUMERS<BV> / 32), mbarrier_init(s.states_read, OPERAND_THREADS / 32);  // warps
-    mbarrier_init(s.gradients_read, OPERAND_THREADS / 32);
+    mbarrier_init(s.gradients_read, OPERAND_THREADS / 32), mbarrier_init(s.dots_ready, CONSUMERS<BV> / 32);
   }
   run_roles(
       s, args, work, [&] { consume(s, args, work); }, [&] { compute_gradients(s, args, work); },

@@ -110,7 +110,7 @@ template <Pass PASS, int BK, int BV> struct Registers {
     int consumer, operands, other;
   };
   static constexpr Roles ROLES = TOKENS && NARROW ? Roles{168, 232, 104}
-                                 : TOKENS         ? Roles{152, 152, 56}
+                                 : TOKENS         ? Roles{144, 168, 56}
                                  : BLOCKS == 2    ? PASS == BACKWARD_SUMMARY ? Roles{112, 72, 56} : Roles{120, 72, 48}
                                  : NARROW         ? Roles{208, 168, 128}
                                                   : Roles{168, 120, 56};

@@ -146,10 +146,12 @@ __device__ __forceinline__ void store_pairs(Memory& s, int stage, const Values& 
   s.pair_terms[at.warp][token] = pair_terms[0], s.beta_terms[at.warp][token] = beta_terms[0];
 }
 
-// Stores dbeta (warp 0) and dg (warp 1) of a chunk, a token in each lane. Without gates, args.dg is null.
-template <class Memory, class Args>
+// Stores dbeta (warp 0) and dg (warp 1) of a chunk, a token in each lane. Without gates, args.dg is null. state_dots:
+// the parts of <S, dS>.
+template <class Memory, class Args, int N>
 __device__ __forceinline__ void store_token_gradients(const Memory& s, const Args& args, const WorkTile& work,
-                                                      int token, const TokenGates& gates, int lane, int warp) {
+                                                      int token, const TokenGates& gates, const float (&state_dots)[N],
+                                                      int lane, int warp) {
   if (warp > 1 || warp == 1 && !args.dg.p) return;
   const bool inside = token + lane < work.tokens;
   const float (&terms)[4][CHUNK] = warp == 0 ? s.beta_terms : s.pair_terms;
@@ -161,7 +163,9 @@ __device__ __forceinline__ void store_token_gradients(const Memory& s, const Arg
   }
   sum += sum_of_this_and_higher_lanes(s.read_terms[0][lane] + s.read_terms[1][lane], lane);
   sum += sum_of_lower_lanes(gates.beta[lane] * written, lane);
-  const float dot = (s.state_dots[0] + s.state_dots[1]) + (s.state_dots[2] + s.state_dots[3]);
+  float dot = 0.f;
+#pragma unroll
+  for (float part : state_dots) dot += part;
   if (inside) *args.dg.row(work.batch, work.head, work.start + token + lane) = fmaf(gates.chunk_decay, dot, sum);
 }
 
@@ -239,25 +243,25 @@ __device__ __forceinline__ void store_gradients(Memory& s, const Args& args, con
     }
 }
 
-// Stores <S, dS> over the warp's columns of V: the diagonals of products [16 columns of S, 8 columns of dS] over
-// channels. s.states and s.state_gradient have a row of channels for each column, in panels of 64 channels.
-template <class Memory> __device__ __forceinline__ void store_state_dot(Memory& s, const GradientLane& at) {
+// Stores <S, dS> over a warp's 16 columns of V from `column` on: the diagonals of products [16 columns of S, 8 columns
+// of dS] over channels. s.states and s.state_gradient have a row of channels for each column, in panels of 64 channels.
+// left_offset: the lane's byte offset for ldmatrix of the columns of S.
+template <class Memory>
+__device__ __forceinline__ void store_state_dot(Memory& s, float& dot, int left_offset, int column, int lane) {
   using T = typename Memory::T;
+  const int right_offset = shifted_offset(right_operand_offset(lane), column, 0);
   float dots[2][4] = {};
-#pragma unroll 1
-  for (int column = 16 * at.warp; column < Memory::BV; column += 64)
 #pragma unroll
-    for (int step = 0; step < Memory::BK / 16; ++step) {
-      u32 a[4], b[4];
-      ldmatrix_x4(a, at_byte_offset(s.states[step / 4], shifted_offset(at.left_offset, column, step % 4 * 16)));
-      ldmatrix_x4(b,
-                  at_byte_offset(s.state_gradient[step / 4], shifted_offset(at.right_offset, column, step % 4 * 16)));
-      mma_m16n8k16(dots[0], a, {b[0], b[1]}, T{}), mma_m16n8k16(dots[1], a, {b[2], b[3]}, T{});
-    }
-  const int g = at.lane / 4;  // of diagonals a lane with t = g / 2 has column g % 2 of its two, in rows g and g + 8
+  for (int step = 0; step < Memory::BK / 16; ++step) {
+    u32 a[4], b[4];
+    ldmatrix_x4(a, at_byte_offset(s.states[step / 4], shifted_offset(left_offset, 0, step % 4 * 16)));
+    ldmatrix_x4(b, at_byte_offset(s.state_gradient[step / 4], shifted_offset(right_offset, 0, step % 4 * 16)));
+    mma_m16n8k16(dots[0], a, {b[0], b[1]}, T{}), mma_m16n8k16(dots[1], a, {b[2], b[3]}, T{});
+  }
+  const int g = lane / 4;  // of diagonals a lane with t = g / 2 has column g % 2 of its two, in rows g and g + 8
   const float diagonal = g % 2 ? dots[0][1] + dots[1][3] : dots[0][0] + dots[1][2];
-  const float sum = warp_sum(at.lane % 4 == g / 2 ? diagonal : 0.f);
-  if (at.lane == 0) s.state_dots[at.warp] = sum;
+  const float sum = warp_sum(lane % 4 == g / 2 ? diagonal : 0.f);
+  if (lane == 0) dot = sum;
 }
 
 // Makes the warp's rows d of S do and S dv the first terms of dq and dk, and stores read_terms, [0] of queries, [1] of
