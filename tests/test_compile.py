@@ -151,8 +151,8 @@ SPILLED = {
     ("delta/step", "sm_100"): 136,  # states in float32: of 128 channels, and of 256 in half precision, too
     ("delta/step", "sm_120"): 120,
     ("delta/recurrent_forward", "sm_80"): 16,  # RWKV-7 with float32 gates, four columns a lane
-    ("delta/recurrent_forward", "sm_86"): 16,
-    ("delta/recurrent_forward", "sm_89"): 16,
+    ("delta/recurrent_forward", "sm_86"): 20,
+    ("delta/recurrent_forward", "sm_89"): 20,
     ("delta/small_backward", "sm_80"): 224,
     ("delta/small_backward", "sm_86"): 224,
     ("delta/small_backward", "sm_89"): 224,

@@ -248,7 +248,7 @@ def test_strided_arrays(backend, mode, rng):
 @pytest.mark.parametrize("K, V, off", [(64, 132, 0), (128, 96, 0), (256, 64, 1), (100, 64, 0), (64, 70, 0)])
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_states_by_16_bytes(kernel_backend, op, K, V, off, rng, monkeypatch):
-    """Final ones, where a lane has several columns and rows allow it; others number by number, at any address."""
+    """Where rows allow it, initial ones where all channels exist; others number by number, at any address."""
     monkeypatch.setattr(EmulatedDevice, "multiprocessors", 1)
     case = Case(op, T=3, K=K, V=V)
     arrays, start, do, _ = case.drawn(rng)

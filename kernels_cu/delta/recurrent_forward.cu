@@ -185,15 +185,24 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
 #pragma unroll
     for (int i = 0; i < CHANNELS; ++i) f(S[i], i64(channel(i)) * of.width + first_column, channel(i) < K ? left : 0);
   };
+  // Whether the COLUMNS numbers of each channel can be copied at once, from or to `state`.
+  const auto at_once = [](const Part& of, const R* state) {
+    return of.width % COLUMNS == 0 && u64(state) % (COLUMNS * sizeof(R)) == 0;
+  };
   const R* const from = part.of_F ? nullptr : part.segment.from;
-  each_channel(part, [&](R(&x)[COLUMNS], i64 at, int count) {
+  // Where all channels exist: a load with a condition would wait for the one before.
+  if (from && at_once(part, from) && K == BK && column < columns_left) {
+    each_channel(part, [&](R(&x)[COLUMNS], i64 at, int) { load_neighbours<COLUMNS>(x, from + at); });
+  } else {
+    each_channel(part, [&](R(&x)[COLUMNS], i64 at, int count) {
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-      // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
-      const R first = part.of_F ? R((at + c) % (part.width + 1) == 0) : R(0);
-      x[c] = c >= count ? R(0) : from ? from[at + c] : first;
-    }
-  });
+      for (int c = 0; c < COLUMNS; ++c) {
+        // A walk for F starts from the identity: row * width + column is a multiple of width + 1 on the diagonal only.
+        const R first = part.of_F ? R((at + c) % (part.width + 1) == 0) : R(0);
+        x[c] = c >= count ? R(0) : from ? from[at + c] : first;
+      }
+    });
+  }
 
   TokenGates<Rule, R> next_gates;
   // Starts the copies of a stage's tokens, and the loads of their gates and write strengths to registers.
@@ -247,7 +256,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(FloatOrDouble<T>) == 4 ? 3 : 2
   const auto end = part_of(n, u32(opaque(int(work.first_column))));
   R* state = end.of_F ? args.F + (i64(n) * shape.H + work.h) * K * end.width : end.segment.to;
   if (!state) return;
-  if (end.width % COLUMNS == 0 && u64(state) % (COLUMNS * sizeof(R)) == 0) {
+  if (at_once(end, state)) {
     each_channel(end, [&](R(&x)[COLUMNS], i64 at, int count) {
       if (count > 0) store_neighbours<COLUMNS>(state + at, [&](int c) { return x[c]; });
     });
