@@ -224,6 +224,7 @@ def test_characters_are_written_whole(kind, tmp_path, monkeypatch):
         (["--vocab", __file__], "World.from_file: "),
         (["--bias=101"], "argument --bias: is '101', expected ID=NUMBER, as in 0=-inf"),
         (["--bias=-1=2"], "Sampling: an id of bias is -1, expected"),
+        (["--bias=300=2"], "Sampling: bias has the id 300, expected one below 256"),
         (["--fading=2"], "Sampling: fading is 2.0, expected a number from 0 to 1"),
         (["-e", r"--prompt=\ud800"], r"argument --escapes: '\ud800' is half a character, expected a whole one"),
     ],

@@ -560,6 +560,8 @@ def test_repetition_bias_and_bans_follow_their_equations():
 def test_a_bias_beyond_the_vocabulary_and_a_ban_of_all_are_refused():
     with pytest.raises(ContractError, match="bias has the id 7, expected one below 4"):
         Sampling(bias={7: 1.0}).sampler()(np.zeros(4))
+    with pytest.raises(ContractError, match="bias has the id 7, expected one below 4"):
+        Sampling(bias={0: 1.0, 7: 1.0}, vocabulary=4)
     both = [Sampling().sampler(), Sampling(bias={7: 1.0}).sampler()]
     assert complaints(both, np.zeros((2, 4))) == {
         1: "bias has the id 7, expected one below 4"

@@ -330,9 +330,8 @@ class Writer:
 
 def write(options, model, state, loops):
     """Prints the prompt and the text that follows on stdout, and the speeds on stderr."""
-    prompt = prompt_of(options)
+    prompt, writer = prompt_of(options), Writer(options, model, state, loops)
     to_stdout(prompt.decode("utf-8", "replace"), end="")
-    writer = Writer(options, model, state, loops)
     try:
         writer.answer(prompt, options.stop or ())
     finally:

@@ -34,6 +34,11 @@ def checked_bias(bias) -> dict[int, float]:
     return dict(sorted(by_id.items()))
 
 
+def no_such_id(id, count) -> str:
+    """The complaint of an id with a bias that is not below the `count` of logits."""
+    return f"bias has the id {id}, expected one below {count}"
+
+
 def moderate(x):
     """Whether x is a PENALTY."""
     return abs(x) <= 1e30
@@ -129,6 +134,8 @@ class Sampling:
         if self.vocabulary is not None:
             checked_int("Sampling", "vocabulary", self.vocabulary, 1)
         object.__setattr__(self, "bias", checked_bias(self.bias))
+        if self.vocabulary and self.bias and (largest := [*self.bias][-1]) >= self.vocabulary:
+            raise ContractError(f"Sampling: {no_such_id(largest, self.vocabulary)}")
         if self.seed is None or type(self.seed) is int and self.seed >= 0:
             return
         try:
@@ -173,7 +180,7 @@ class Sampler:
         logits = np.asarray(logits[: self.how.vocabulary])
         if self.biased_ids:
             if (largest := self.biased_ids[-1]) >= len(logits):
-                return f"bias has the id {largest}, expected one below {len(logits)}"
+                return no_such_id(largest, len(logits))
             logits = self.adjusted(logits)
         greatest = logits.max()  # NaN if a logit is NaN
         if np.isfinite(greatest):
