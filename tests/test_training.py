@@ -175,12 +175,12 @@ def test_cublas_makes_a_large_product_that_cublaslt_has_no_algorithm_for(monkeyp
 
     made = []
     products = without_library(blas_lt.CublasLt)
-    products.cupy, products.device, products.lt, products.lt_handle = Mock(), 0, Library(), None
+    products.cupy, products.device, products.lt = Mock(), 0, Library()
     products.cupy.cuda.get_elapsed_time.return_value = 1.0
     monkeypatch.setattr(blas_lt, "LEAST", 1)
     monkeypatch.setattr(blas_lt, "ALIGNED", 1)
     monkeypatch.setattr(blas_lt, "CHOSEN", {})
-    monkeypatch.setattr(blas.Cublas, "product", lambda *_: made.append("cuBLAS"))
+    monkeypatch.setattr(blas.Cublas, "prepared", lambda *_: lambda: made.append("cuBLAS"))
     arrays = [on_device(np.zeros(shape, np.float16)) for shape in ((1, 4, 8), (1, 8, 2), (1, 4, 2))]
     for _ in range(2):
         products.product(*arrays)
@@ -206,11 +206,14 @@ def test_the_fastest_algorithm_of_a_large_product(card, rng, monkeypatch, dtype)
                 products.product(left, right, y, add=times == 2)
                 np.testing.assert_allclose(cupy.asnumpy(y), times * exact, atol=1e-3)
             (description, layouts, _), found = blas_lt.CHOSEN.popitem()[1], []
+            addresses = [x.data.ptr for x in (left, right, y)]
             for proposal in products.proposals(description, layouts, 0):
-                products.run(description, layouts, proposal, left, right, y, False)
+                products.run(description, layouts, proposal, *addresses, False)
                 found.append((products.split(proposal), cupy.asnumpy(y)))
             for numbers in [numbers for split, numbers in found if split == found[0][0]]:
                 np.testing.assert_array_equal(numbers, found[0][1])
+            products.product(left, right, y, add=True)  # measures, too, and keeps what y holds
+            np.testing.assert_allclose(cupy.asnumpy(y), found[-1][1] + exact, atol=1e-3)
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------

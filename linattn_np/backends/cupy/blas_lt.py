@@ -3,6 +3,7 @@ cuBLAS itself takes tiles so large that their stores do not hide behind the next
 
 import ctypes
 from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import partial
 from math import prod
 from statistics import median
 
@@ -34,7 +35,8 @@ class Proposal(ctypes.Structure):
 
 
 class CublasLt(Cublas):
-    """`Cublas`, with `product` by cuBLASLt for large products in half precision: the first one of a shape measures."""
+    """`Cublas`, with large products in half precision by cuBLASLt: the first one of a shape measures. A handle of
+    cuBLAS is one of cuBLASLt, too."""
 
     def __init__(self):
         super().__init__()
@@ -42,22 +44,24 @@ class CublasLt(Cublas):
 
         self.cupy, self.device = cupy, cupy.cuda.runtime.getDevice()
         self.lt = ctypes.CDLL(f"libcublasLt.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
-        self.lt_handle = self.made("cublasLtCreate")
 
-    def product(self, a, b, y, add: bool = False):
-        """As `Cublas.product`."""
+    def prepared(self, a, b, y, add: bool = False):
+        """As `Cublas.prepared`. It may overwrite y at once, unless `add`."""
+        if not (chosen := self.chosen(a, b, y, add)):
+            return super().prepared(a, b, y, add)
+        return partial(self.run, *chosen, *(x.data.ptr for x in (a, b, y)), add)
+
+    def chosen(self, a, b, y, add):
+        """What `choose` returns for a product of these shapes, or None if cuBLAS makes it."""
         large = a.dtype in HALF and prod(a.shape) * b.shape[2] >= LEAST
         if not large or any(x.data.ptr % ALIGNED for x in (a, b, y)):
-            return super().product(a, b, y, add)
+            return None
         key = self.device, *((x.shape, x.strides, x.dtype) for x in (a, b, y))
         if key not in CHOSEN:
-            if add or self.current_stream().is_capturing():
-                return super().product(a, b, y, add)
-            CHOSEN[key] = self.choose(a, b, y)
-        if CHOSEN[key] is None:
-            return super().product(a, b, y, add)
-        description, layouts, proposal = CHOSEN[key]
-        self.run(description, layouts, proposal, a, b, y, add)
+            if self.current_stream().is_capturing() or add and not y.flags.c_contiguous:
+                return None
+            CHOSEN[key] = self.choose(a, b, self.cupy.empty_like(y) if add else y)
+        return CHOSEN[key]
 
     def choose(self, a, b, y):
         """(the product's description, the matrices' layouts, the fastest algorithm), or None if cuBLASLt proposes none:
@@ -79,7 +83,7 @@ class CublasLt(Cublas):
             for one, own in zip(proposals, times):
                 events = [self.cupy.cuda.Event() for _ in range(2)]
                 events[0].record()
-                self.run(description, layouts, one, a, b, y, False)
+                self.run(description, layouts, one, *(x.data.ptr for x in (a, b, y)), False)
                 events[1].record()
                 own.append(events)
         events[1].synchronize()
@@ -104,7 +108,7 @@ class CublasLt(Cublas):
             self.set("cublasLtMatmulPreferenceSetAttribute", preference, name, value)
         found, count = (Proposal * PROPOSALS)(), c_int32()
         matrices = *layouts, layouts[-1]
-        arguments = self.lt_handle, description, *matrices, preference, PROPOSALS, found, byref(count)
+        arguments = self.handle, description, *matrices, preference, PROPOSALS, found, byref(count)
         self.call_lt("cublasLtMatmulAlgoGetHeuristic", *arguments, accepted=(SUCCESS, NOT_SUPPORTED))
         return [proposal for proposal in found[: count.value] if proposal.status == SUCCESS]
 
@@ -116,14 +120,14 @@ class CublasLt(Cublas):
         return split.value
 
     def run(self, description, layouts, proposal, a, b, y, add):
-        """Enqueues a product on the current stream."""
-        (a_layout, b_layout, y_layout), to = layouts, c_void_p(y.data.ptr)
-        matrices = c_void_p(b.data.ptr), a_layout, c_void_p(a.data.ptr), b_layout
+        """Enqueues a product of the matrices at these addresses on the current stream."""
+        (a_layout, b_layout, y_layout), to = layouts, c_void_p(y)
+        matrices = c_void_p(b), a_layout, c_void_p(a), b_layout
         workspace = c_void_p(self.workspace.data.ptr), c_size_t(self.workspace.nbytes)
         stream = c_void_p(self.current_stream().ptr)
         factors = [byref(c_float(factor)) for factor in (1, add)]
         result = factors[1], to, y_layout, to, y_layout
-        arguments = self.lt_handle, description, factors[0], *matrices, *result, byref(proposal), *workspace, stream
+        arguments = self.handle, description, factors[0], *matrices, *result, byref(proposal), *workspace, stream
         self.call_lt("cublasLtMatmul", *arguments)
 
     def made(self, name, *arguments):

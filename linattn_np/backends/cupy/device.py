@@ -186,9 +186,9 @@ class CupyDevice:
     def cublas(self):
         """cuBLAS with a workspace of this object's own, so that the products of device objects on different streams may
         run at the same time."""
-        from .blas import Cublas
+        from .blas_lt import CublasLt
 
-        return Cublas()
+        return CublasLt()
 
 
 def current() -> int:
