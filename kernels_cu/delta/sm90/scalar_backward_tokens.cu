@@ -31,7 +31,7 @@
 //             scores_ready: M: last consumers -> inverses
 //             inverse_ready: R, in `inverse` and `inverse_to_end`: inverses -> first consumers
 //             operands_ready: Z (and R, from which it is made): first consumers -> consumers
-//             outputs_ready: dq and dk; the stage, its gates and v's slot have been read: gradients -> copies, decays
+//             outputs_ready: dq and dk; the stage and its gates have been read: gradients -> copies, decays
 //           By slot of v:
 //             values_full: v has been copied: copies -> consumers
 //             residuals_ready: e; Z and R have been read: consumers -> gradients
@@ -39,7 +39,7 @@
 //             tokens_full: do and dv have been copied: copies -> gradients
 //             state_gradient_full: dS has been copied: copies -> gradients, consumers
 //             dots_ready: state_dots; dS has been read for them: consumers -> gradients
-//             gradients_read: do, dv and dS have been read: gradients -> copies
+//             gradients_read: do, dv, dS and e have been read: gradients -> copies
 //             states_ready: S: consumers -> gradients
 //             states_read: S has been read: gradients -> consumers
 //           One in is_whole, which start_of_walk calls: all threads learn whether a number of the states that segments
@@ -103,7 +103,7 @@ template <typename T> struct Args {
 template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   using T = Element;
   static constexpr Pass PASS = BACKWARD_TOKENS;  // chooses among the matrices of scalar_stage.cuh
-  static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = 3, SLOTS = 2;
+  static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = 3, SLOTS = BK + BV == 128 ? 1 : 2;
   GradientStage<T, BK> stages[STAGES];
   T values[SLOTS][BV / 64][2 * CHUNK][64];  // rows 32 to 63: v, overwritten by e; rows 0 to 31: errors of e
   T gradients[BV / 64][2 * CHUNK][64];      // rows 0 to 31: do; rows 32 to 63: dv
@@ -180,7 +180,7 @@ __device__ __forceinline__ void copy_chunks(Memory& s, const Args<typename Memor
 #pragma unroll 1
   for (int token = 0; token < work.tokens; token += CHUNK, ring.next()) {
     mbarrier_wait(s.gradients_read, token / CHUNK & 1);
-    fetch_gradients(token + CHUNK);
+    fetch_gradients(token + CHUNK), fetch_values(token + Memory::SLOTS * CHUNK);
     mbarrier_wait(s.outputs_ready[ring.stage], ring.parity);
     fence_proxy_async();  // orders what other warps have read and written before the copies that overwrite it
     if (!args.parts)
@@ -189,7 +189,7 @@ __device__ __forceinline__ void copy_chunks(Memory& s, const Args<typename Memor
           f(dq, args.dq, args.dq_rows, args.shape.K, channel), f(dk, args.dk, args.dk_rows, args.shape.K, channel);
         });
       });
-    fetch_keys(token + Memory::STAGES * CHUNK, ring.stage), fetch_values(token + Memory::SLOTS * CHUNK);
+    fetch_keys(token + Memory::STAGES * CHUNK, ring.stage);
   }
 }
 
@@ -284,7 +284,7 @@ __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename
       }
     }
     mbarrier_wait(s.dots_ready, parity);
-    fence_proxy_async();  // orders reads of dS before the copies that overwrite it
+    fence_proxy_async();  // orders reads before the copies that overwrite what was read
     warp_arrive(s.gradients_read);
     if (at.has_keys)
 #pragma unroll
@@ -415,7 +415,7 @@ __device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T
 }
 
 template <typename T, int BK, int BV>
-__global__ void __launch_bounds__(ALL_THREADS<BV>, 1)
+__global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BACKWARD_TOKENS, BK, BV>::BLOCKS)
     delta_sm90_scalar_backward_tokens(const __grid_constant__ Args<T> args) {
   auto& s = *reinterpret_cast<Shared<T, BK, BV>*>(dynamic_smem());
   WorkTile work = work_tile(args.shape, blockIdx.x, u32(args.P));

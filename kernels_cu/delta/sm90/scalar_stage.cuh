@@ -104,16 +104,16 @@ template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + OPERAND_THREADS + 
 // starts with (AT_FIRST a thread) would wait for ever.
 template <Pass PASS, int BK, int BV> struct Registers {
   static constexpr bool TOKENS = PASS == BACKWARD_TOKENS, NARROW = BV == 64;
-  static constexpr int BLOCKS = !TOKENS && BK + BV == 128 ? 2 : 1,
-                       AT_FIRST = 65536 / (BLOCKS * ALL_THREADS<BV>) / 8 * 8;
+  static constexpr int BLOCKS = BK + BV == 128 ? 2 : 1, AT_FIRST = 65536 / (BLOCKS * ALL_THREADS<BV>) / 8 * 8;
   struct Roles {
     int consumer, operands, other;
   };
-  static constexpr Roles ROLES = TOKENS && NARROW ? Roles{168, 232, 104}
-                                 : TOKENS         ? Roles{144, 168, 56}
-                                 : BLOCKS == 2    ? PASS == BACKWARD_SUMMARY ? Roles{112, 72, 56} : Roles{120, 72, 48}
-                                 : NARROW         ? Roles{208, 168, 128}
-                                                  : Roles{168, 120, 56};
+  static constexpr Roles ROLES = BLOCKS == 2 ? TOKENS                     ? Roles{96, 104, 40}
+                                               : PASS == BACKWARD_SUMMARY ? Roles{112, 72, 56}
+                                                                          : Roles{120, 72, 48}
+                                 : TOKENS    ? NARROW ? Roles{168, 232, 104} : Roles{144, 168, 56}
+                                 : NARROW    ? Roles{208, 168, 128}
+                                             : Roles{168, 120, 56};
   static_assert(BV / 64 * ROLES.consumer + ROLES.operands + ROLES.other <= ALL_THREADS<BV> / 128 * AT_FIRST);
 };
 

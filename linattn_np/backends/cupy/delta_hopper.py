@@ -85,7 +85,6 @@ class DeltaScalarBackwardTokensSm90(DeltaScalarForwardSm90):
         "strided? lengths, strided dbeta, strided? dg, pointers? initial starts parts, shape, "
         "int64s P group state_k state_v wide_gate wide_beta, float64s scale"
     )
-    blocks_per_multiprocessor = 1
 
 
 class DeltaInverseLengths(Kernel):
@@ -357,7 +356,7 @@ class ScalarGradientCut(ScalarCut):
     # The same of the kernel without outputs. By these times the cut that is chosen at each of five shapes is the
     # fastest of nine that were timed.
     FIRST_SUMMARY_TIMES, TWO_FIRST_SUMMARIES_TIME = {64: 1.4, 128: 1.7}, 1.7
-    SECOND_TIME = 5.4  # of a chunk by the second
+    SECOND_TIMES, TWO_SECOND_TIME = {64: 3.7, 128: 5.2}, 5.0  # the same of the second walk
 
     def __init__(self, problem, device):
         super().__init__(problem, device)
@@ -400,7 +399,7 @@ class ScalarGradientCut(ScalarCut):
         return time + self.summary_time(segments, of_summary, of_summary)
 
     def outputs_time(self, segments):
-        of_chunk = self.waves(segments, segments) * self.SECOND_TIME
+        of_chunk = self.chunk_time(segments, self.second, segments, self.SECOND_TIMES, self.TWO_SECOND_TIME)
         of_second = self.LAUNCH_TIME + self.chunks_of_walk(segments) * of_chunk
         return min(self.first_time(1), self.first_time(segments)) + of_second
 
