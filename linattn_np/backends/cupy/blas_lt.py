@@ -123,7 +123,7 @@ class CublasLt(Cublas):
         """Enqueues a product of the matrices at these addresses on the current stream."""
         (a_layout, b_layout, y_layout), to = layouts, c_void_p(y)
         matrices = c_void_p(b), a_layout, c_void_p(a), b_layout
-        workspace = c_void_p(self.workspace.data.ptr), c_size_t(self.workspace.nbytes)
+        workspace = c_void_p(self.workspace.data.ptr), c_size_t(proposal.workspace)
         stream = c_void_p(self.current_stream().ptr)
         factors = [byref(c_float(factor)) for factor in (1, add)]
         result = factors[1], to, y_layout, to, y_layout
