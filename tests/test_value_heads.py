@@ -225,7 +225,7 @@ def test_in_half_precision(backend, rng):
     ],
     ids=["narrow", "wide", "reversed", "packed", "segments", "tiles", "uneven"],
 )
-def test_keys_that_heads_of_simple_gla_share(backend, sizes, options, rng):
+def test_keys_that_heads_of_simple_gla_share(kernel_backend, sizes, options, rng):
     """To the bit what copies of them give, their gradients added up in float32."""
     op, _, _ = VARIANTS["simple_gla"]
     sizes, layout = SIZES | sizes, options.get("layout", "bhtd")
@@ -235,12 +235,11 @@ def test_keys_that_heads_of_simple_gla_share(backend, sizes, options, rng):
     copied = [np.repeat(x, G, axis=1) for x in shared]
 
     def results(q, k):
-        there = [backend.asarray(in_memory(x, a, layout)) for x, a in zip((q, k, *arrays[2:]), op.arrays.values())]
-        o = backend.run(simple_gla, *there, **options)
-        if not backend.gradients:
-            return [backend.tohost(o)]
-        _, pull = backend.run(vjp, simple_gla, *there, **options)
-        return [backend.tohost(x) for x in (o, *pull(backend.asarray(in_memory(do, OUT, layout))))]
+        there = [
+            kernel_backend.asarray(in_memory(x, a, layout)) for x, a in zip((q, k, *arrays[2:]), op.arrays.values())
+        ]
+        o, pull = kernel_backend.run(vjp, simple_gla, *there, **options)
+        return [kernel_backend.tohost(x) for x in (o, *pull(kernel_backend.asarray(in_memory(do, OUT, layout))))]
 
     for n, (x, y) in enumerate(zip(results(*shared), results(*copied), strict=True)):
         if n in (1, 2):
