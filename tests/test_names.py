@@ -155,8 +155,8 @@ def test_a_config_that_asks_for_what_is_not_computed(weights, field, value):
 
 @pytest.fixture
 def narrow(weights):
-    """Smaller ones, with 3 channels of keys in each head, for 8 of values. Of 10,000 draws of these the logits of a model
-    are at most 2e-6 off; weights of 1 magnify rounding errors up to 1e-3."""
+    """Smaller ones, with 3 channels of keys in each head, for 8 of values. Of 10,000 draws of these the logits of a
+    model are at most 2e-6 off; weights of 1 magnify rounding errors up to 1e-3."""
     return with_narrow_keys({name: 0.3 * x for name, x in weights.items() if "time_state" not in name}, 3)
 
 

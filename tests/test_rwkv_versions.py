@@ -392,8 +392,8 @@ def test_a_parameter_by_two_names_is_refused(kind, weights):
 @pytest.mark.parametrize("loops", [True, False], ids=["Numba", "NumPy"])
 @pytest.mark.parametrize("act", ["relu", "gelu", "silu", "swish", "sigmoid", "logsigmoid"])
 def test_flas_config_says_the_activation(kind, weights, act, loops, monkeypatch, tmp_path):
-    """No published model has another than the square of relu; fla makes any. Of 1,500 draws a logit is at most 5e-5 off,
-    and 10 times as many draws double that. A smaller eps magnifies rounding errors."""
+    """No published model has another than the square of relu; fla makes any. Of 1,500 draws a logit is at most 5e-5
+    off, and 10 times as many draws double that. A smaller eps magnifies rounding errors."""
     monkeypatch.setattr(cpu_layers, "has_loops", lambda: loops)
     config, named = {"norm_eps": 1e-2, "hidden_act": act}, TO_FLA[kind](weights)
     eps = np.array([1e-2, 8e-2 if kind is RWKV7 else 1e-2])  # fla's group norm has 8 times the eps for heads of 8
