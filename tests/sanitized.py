@@ -45,7 +45,7 @@ from linattn_np import (
 from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy import segments, softmax_tiles, source
-from linattn_np.backends.cupy.blas_lt import CublasLt
+from linattn_np.backends.cupy.blas import Cublas
 from linattn_np.backends.cupy.delta_hopper import DeltaScalarForwardSm90
 from linattn_np.backends.cupy.rwkv6_model_kernels import HiddenActivation
 from linattn_np.declarations import (
@@ -460,7 +460,7 @@ def compile_all(calls):
     with (
         mock.patch.object(devices.CupyDevice, "prepared", note),
         mock.patch.object(devices.OverlappedDevice, "prepared", note),
-        mock.patch.object(CublasLt, "prepared", lambda *_, **__: lambda: None),
+        mock.patch.object(Cublas, "prepared", lambda *_, **__: lambda: None),
     ):
         for _ in calls:
             pass
@@ -496,7 +496,7 @@ def main(arguments):
         multiply = prepared(self, a, b, y, add)
         return multiply if add else lambda: (y.fill(0), multiply())
 
-    prepared, CublasLt.prepared = CublasLt.prepared, filled_before
+    prepared, Cublas.prepared = Cublas.prepared, filled_before
     cupy.cuda.set_allocator(None)
     devices.OPTIONS += ("-lineinfo",)  # reports name lines
     compiled, program = set(), devices.program

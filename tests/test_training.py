@@ -185,6 +185,10 @@ def test_cublas_makes_a_large_product_that_cublaslt_has_no_algorithm_for(monkeyp
     for _ in range(2):
         products.product(*arrays)
     assert made == (taken * (blas_lt.ROUNDS + 2) or ["cuBLAS"] * 2)
+    products.prepared(*arrays)()  # 4 rows, of a plan
+    monkeypatch.setattr(blas_lt, "ROWS", 2)
+    products.prepared(*arrays)()
+    assert made[-2:] == ["cuBLAS", *(taken or ["cuBLAS"])]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

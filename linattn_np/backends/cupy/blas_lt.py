@@ -11,6 +11,7 @@ from .blas import COMPUTE_32F, Cublas, operand
 from .kernel import HALF
 
 LEAST = 1 << 32  # multiplications of a product that is measured
+ROWS = 512  # of products of plans that are measured, a multiple
 PROPOSALS, ROUNDS = 8, 9  # the most algorithms; how often each of them is measured
 CUDA_R_32F = 0  # of cudaDataType
 TRANS_A, TRANS_B = 3, 4  # of cublasLtMatmulDescAttributes_t
@@ -45,8 +46,18 @@ class CublasLt(Cublas):
         self.cupy, self.device = cupy, cupy.cuda.runtime.getDevice()
         self.lt = ctypes.CDLL(f"libcublasLt.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
 
+    def product(self, a, b, y, add: bool = False):
+        """As `Cublas.product`, for callers whose shapes recur: each is measured."""
+        self.fastest(a, b, y, add)()
+
     def prepared(self, a, b, y, add: bool = False):
-        """As `Cublas.prepared`. It may overwrite y at once, unless `add`."""
+        """As `Cublas.prepared`; it may overwrite y at once, unless `add`. A prompt has any number of tokens, which are
+        the rows of y, and measuring takes longer than the prompt: only multiples of ROWS are measured.
+        """
+        return super().prepared(a, b, y, add) if y.shape[1] % ROWS else self.fastest(a, b, y, add)
+
+    def fastest(self, a, b, y, add):
+        """`prepared`, by the fastest algorithm."""
         if not (chosen := self.chosen(a, b, y, add)):
             return super().prepared(a, b, y, add)
         return partial(self.run, *chosen, *(x.data.ptr for x in (a, b, y)), add)
