@@ -194,7 +194,7 @@ __device__ __forceinline__ void copy_chunks(Memory& s, const Args<typename Memor
   }
 }
 
-// ---- a warpgroup that makes M and Z, and computes gradients ---------------------------------------------------------
+// ---- a warpgroup that computes gradients ----------------------------------------------------------------------------
 
 // Starts the product d[64 rows, 64 channels] = tokens[64 rows, BV] states[BV, 64]. tokens: do above dv, or rounding
 // errors of e above e, in panels of 64 columns of V; states: 64 channels of S or dS, transposed: a row of 64 channels
@@ -209,13 +209,54 @@ __device__ __forceinline__ void start_gradient_product(float (&d)[32], T (&token
                            columns + step * (16 * 128 / 16), step > 0);
 }
 
+// Starts products[64 rows, 32] = [do; dv] e^T, where e is split: first with its rounding errors (rows 0 to 31 of
+// `values`), then with e rounded. The caller commits and waits.
+template <typename T, int PANELS>
+__device__ __forceinline__ void start_residual_products(Values& products, T (&gradients)[PANELS][2 * CHUNK][64],
+                                                        T (&values)[PANELS][2 * CHUNK][64]) {
+  const u64 rows = k_major_tile(gradients), residuals = k_major_tile(values);
+#pragma unroll
+  for (int rounded = 0; rounded < 2; ++rounded)
+#pragma unroll
+    for (int step = 0; step < 4 * PANELS; ++step) {
+      const int offset = step / 4 * int(sizeof values[0] / 16) + step % 4 * 2;
+      wgmma<T, CHUNK, K_MAJOR>(products, rows + offset, residuals + offset + rounded * (CHUNK * 128 / 16),
+                               rounded || step);
+    }
+}
+
+// A warp with keys adds beta_i L_i dS e_i to its rows d of dk, in one panel of channels, and k_i . dS e_i over these to
+// `terms`. queries_keys: the panel.
+template <typename T>
+__device__ __forceinline__ void add_write_gradients(float (&d)[32], float (&terms)[2], const float (&dS_e)[32],
+                                                    T (&queries_keys)[2 * CHUNK][64], const TokenGates& gates,
+                                                    const GradientLane& at) {
+  if (!at.has_keys) return;
+  const float factor[2] = {gates.key_end_factors[at.row], gates.key_end_factors[at.row + 8]};
+  each_of_panel(queries_keys, at.own_offset, [&](int i, float2 x, int h) {
+    terms[h] = fmaf(x.x, dS_e[i], fmaf(x.y, dS_e[i + 1], terms[h]));
+    d[i] = fmaf(factor[h], dS_e[i], d[i]), d[i + 1] = fmaf(factor[h], dS_e[i + 1], d[i + 1]);
+  });
+}
+
+// Stores write_terms of a warp with keys: L_i times `terms`, k_i . dS e_i, of which each lane has a part.
+template <class Memory>
+__device__ __forceinline__ void store_write_terms(Memory& s, float (&terms)[2], const TokenGates& gates,
+                                                  const GradientLane& at) {
+  if (at.has_keys)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      terms[h] = sum_over_lanes<4>(terms[h]);
+      if (at.lane % 4 == 0) s.write_terms[at.row + 8 * h] = gates.key_to_end[at.row + 8 * h] * terms[h];
+    }
+}
+
 // The gradients' warpgroup: dq, dk, dbeta and dg of each chunk. Warps 0 and 1 have 16 queries each, warps 2 and 3 have
 // 16 keys each.
 template <class Memory>
 __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename Memory::T>& args,
                                                   const WorkTile& work) {
-  using T = typename Memory::T;
-  constexpr int PANELS = Memory::BK / 64, V_PANELS = Memory::BV / 64;
+  constexpr int PANELS = Memory::BK / 64;
   const GradientLane at;
   RingPosition<Memory::STAGES> ring;
   RingPosition<Memory::SLOTS> values_ring;
@@ -233,16 +274,8 @@ __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename
     mbarrier_wait(s.full[ring.stage], ring.parity);
     mbarrier_wait(s.tokens_full, parity);
     mbarrier_wait(s.residuals_ready[values_ring.stage], values_ring.parity);
-    u64 rows = k_major_tile(s.gradients), residuals = k_major_tile(values);
     wgmma_fence();
-#pragma unroll
-    for (int rounded = 0; rounded < 2; ++rounded)  // rounding errors of e (rows 0 to 31), then e rounded
-#pragma unroll
-      for (int step = 0; step < 4 * V_PANELS; ++step) {
-        const int offset = step / 4 * int(sizeof values[0] / 16) + step % 4 * 2;
-        wgmma<T, CHUNK, K_MAJOR>(products, rows + offset, residuals + offset + rounded * (CHUNK * 128 / 16),
-                                 rounded || step);
-      }
+    start_residual_products(products, s.gradients, values);
     start_scores(scores, in);
     mbarrier_wait(s.states_ready, parity);
     wgmma_fence();
@@ -275,24 +308,12 @@ __device__ __forceinline__ void compute_gradients(Memory& s, const Args<typename
       wgmma_wait<0>();
       wgmma_fence_operand(dS_e[panel]);
       if (panel + 1 < PANELS) start_dS_e(panel + 1);
-      if (at.has_keys) {
-        const float factor[2] = {gates.key_end_factors[at.row], gates.key_end_factors[at.row + 8]};
-        each_of_panel(in.queries_keys[panel], at.own_offset, [&](int i, float2 x, int h) {
-          terms[h] = fmaf(x.x, dS_e[panel][i], fmaf(x.y, dS_e[panel][i + 1], terms[h]));
-          d[panel][i] = fmaf(factor[h], dS_e[panel][i], d[panel][i]),
-          d[panel][i + 1] = fmaf(factor[h], dS_e[panel][i + 1], d[panel][i + 1]);
-        });
-      }
+      add_write_gradients(d[panel], terms, dS_e[panel], in.queries_keys[panel], gates, at);
     }
     mbarrier_wait(s.dots_ready, parity);
     fence_proxy_async();  // orders reads before the copies that overwrite what was read
     warp_arrive(s.gradients_read);
-    if (at.has_keys)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        terms[h] = sum_over_lanes<4>(terms[h]);
-        if (at.lane % 4 == 0) s.write_terms[at.row + 8 * h] = gates.key_to_end[at.row + 8 * h] * terms[h];
-      }
+    store_write_terms(s, terms, gates, at);
 
     named_barrier_sync(1, OPERAND_THREADS);  // terms, dqk and dkk are in shared memory
     store_token_gradients(s, args, work, token, gates, s.state_dots[parity], at.lane, at.warp);
@@ -330,6 +351,25 @@ __device__ __forceinline__ void make_Z(Memory& s, const RingPosition<Memory::STA
     wgmma_fence_operand(z[panel]), store_transposed(in.Z[panel], channel_offset, z[panel]);  // overwrites M
   fence_proxy_async();
   warp_arrive(s.operands_ready[ring.stage]);
+}
+
+// Stores a warp's 16 columns of S, rounded, for the gradients. own_offset: the lane's byte offset for stmatrix there.
+template <class Memory, int STEPS>
+__device__ __forceinline__ void store_rounded_state(Memory& s, const u32 (&rounded_state)[STEPS][4], int own_offset) {
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step)
+    stmatrix_x4(at_byte_offset(s.states[step / 4], shifted_offset(own_offset, 0, step % 4 * 16)), rounded_state[step]);
+}
+
+// Stores e of a warp's 16 columns over v, rounded, and its rounding errors (which it leaves in e) in rows 0 to 31.
+template <typename T>
+__device__ __forceinline__ void store_residuals(T (&values)[2 * CHUNK][64], Values& e, int channel_offset) {
+  store_transposed(values + CHUNK, channel_offset, e);
+  each_two([&](int i, int, int) {
+    const float2 rounded = unpack(pack<T>(e[i], e[i + 1]), T{});
+    e[i] -= rounded.x, e[i + 1] -= rounded.y;
+  });
+  store_transposed(values, channel_offset, e);
 }
 
 // A consumer: X, e, S and <S, dS> of each chunk n; in the first warpgroup Z of chunk n + 1, in the last one M of chunk
@@ -371,10 +411,7 @@ __device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T
     });
     wgmma_commit();
     mbarrier_wait(s.states_read, parity ^ 1);
-#pragma unroll
-    for (int step = 0; step < BK / 16; ++step)
-      stmatrix_x4(at_byte_offset(s.states[step / 4], shifted_offset(own_offset, 0, step % 4 * 16)),
-                  rounded_state[step]);
+    store_rounded_state(s, rounded_state, own_offset);
     fence_proxy_async();
     warp_arrive(s.states_ready);
     mbarrier_wait(s.values_full[values_ring.stage], values_ring.parity);
@@ -391,12 +428,7 @@ __device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T
     start_state_update<T, BK>(state, X, mn_major_tile(in.Z, sizeof in.Z[0]));
     wgmma_wait<1>();
     wgmma_fence_operand(e);
-    store_transposed(values + CHUNK, channel_offset, e);
-    each_two([&](int i, int, int) {
-      const float2 rounded = unpack(pack<T>(e[i], e[i + 1]), T{});
-      e[i] -= rounded.x, e[i + 1] -= rounded.y;
-    });
-    store_transposed(values, channel_offset, e);
+    store_residuals(values, e, channel_offset);
     fence_proxy_async();
     wgmma_wait<0>();
     wgmma_fence_operand(state);
