@@ -32,8 +32,8 @@
 //           16 columns, or, without OUTPUTS, for every tiles_of_warp times 16. Forwards the blocks of F's columns
 //           follow those of G's
 // smem      a ring of STAGES: the bytes of a prepared chunk that the walk reads, and its v or do
-// barriers  one in is_whole: its threads agree whether a number is not finite; one a chunk: it has arrived, and the
-//           previous chunk has been read; these are two barriers if STAGES is 1
+// barriers  one in is_whole, which BlockOfWalk calls: its threads agree whether a number is not finite; one a chunk: it
+//           has arrived, and the previous chunk has been read; these are two barriers if STAGES is 1
 // numerics  S and dS in float32 accumulators; X, beta X, Y, P, beta P, residuals, their gradients, chunk_states and
 //           state_gradients are rounded to T; errors of residuals are kept as `shapes` says
 // source    Yang et al., 2024 (2412.06464), section 3.3; the gradient takes the same matrices, transposed
@@ -91,9 +91,10 @@ struct alignas(16) Stage {
   static constexpr int STOP = BACK                             ? OUTPUTS ? sizeof(Chunk) : int(OFFSET_OF(Chunk, B))
                               : OUTPUTS && OF == ONLY_FORWARDS ? int(OFFSET_OF(Chunk, B)) + sizeof(LowerMatrix<T>)
                                                                : int(OFFSET_OF(Chunk, W));
-  static_assert(OFFSET_OF(Chunk, E) < OFFSET_OF(Chunk, Z) && OFFSET_OF(Chunk, Z) < OFFSET_OF(Chunk, decay) &&
-                    OFFSET_OF(Chunk, decay) < OFFSET_OF(Chunk, beta) && OFFSET_OF(Chunk, beta) < OFFSET_OF(Chunk, W) &&
-                    OFFSET_OF(Chunk, W) < OFFSET_OF(Chunk, B),
+  static_assert(FROM % 16 == 0 && STOP % 16 == 0, "copied by 16 bytes");
+  static_assert(OFFSET_OF(Chunk, residual_matrix) < OFFSET_OF(Chunk, E) && OFFSET_OF(Chunk, E) < OFFSET_OF(Chunk, Z) &&
+                    OFFSET_OF(Chunk, Z) < OFFSET_OF(Chunk, decay) && OFFSET_OF(Chunk, decay) < OFFSET_OF(Chunk, beta) &&
+                    OFFSET_OF(Chunk, beta) < OFFSET_OF(Chunk, W) && OFFSET_OF(Chunk, W) < OFFSET_OF(Chunk, B),
                 "the order above");
   static constexpr int WIDTH = BV < TILE ? TILE : BV;  // of the tile of values, in columns
   uint4 bytes[(STOP - FROM) / 16];

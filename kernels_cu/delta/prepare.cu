@@ -41,8 +41,8 @@
 //   TokenNumbers: the decay and beta of the lane's token; each_pair: calls f for a lane's pairs of channels in
 //     Accumulators
 //   ChunkOfBlock: the chunk that blockIdx.x selects; fetch_tokens: starts copying its rows, with zeros behind;
-//     store_channels, store_pieces: copy a warp's channels of a tile (after a __syncwarp), a whole array, to global
-//     memory
+//     store_channels: copies the warp's 16 channels of a tile to global memory, after a __syncwarp, so that all lanes
+//     have written them; store_pieces: copies a whole array there
 //   WRITES_ONCE: tokens write along k alone (RWKV-7's also along another vector), so that there is one B and one Z,
 //     B[0] and Z[0]; INVERTS: `solve` is given the identity
 

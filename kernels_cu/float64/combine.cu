@@ -1,7 +1,8 @@
 // what      Stage 5 in float64: the outputs, from the state before each chunk and from the chunk's own tokens.
 // math      o = scale (qg h_c + A v); qg are the queries decayed from their chunk's start, h_c the state before chunk
-//           c, A the scores
-// shapes    C tokens a chunk. qg [B, H, T, K], A [B, H, T, C], h [B, H, NC, K, V], v o [B, H, T, V]
+//           c; A: the scores of a token with its chunk's tokens, without the scale. Those with later ones are not read
+// shapes    C: tokens of a chunk; NC: chunks of a batch row. qg [B, H, T, K], A [B, H, T, C], h [B, H, NC, K, V],
+//           v o [B, H, T, V]
 // grid      a block for every (batch, head, chunk), batch slowest; 128 threads over (token, column)
 // numerics  float64 throughout, sums in the order of channels, then of tokens
 // source    Yang et al., 2024, eq. 5

@@ -11,7 +11,7 @@
 //           with COLUMNS of them. Of a small state the threads left over make groups, as in scan_segments.cu
 // numerics  float32. 0 times an infinite decay, of gates above 0, counts as 0
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, sequentially
-// limits    V and BV multiples of 4
+// limits    V and BV multiples of 4; P >= 2
 #include "ptx.cuh"
 #include "tensor.cuh"
 
@@ -83,10 +83,10 @@ template <bool GROUPED> __global__ void __launch_bounds__(256) gated_scan_both_w
         if (first + i < stop) {
           const float nats = summary_decays[i];  // the decay itself unless columns have gates
           const float4& x = of_columns[i];
-          const float4 all = column_decays ? float4{decay_of(nats + x.x), decay_of(nats + x.y), decay_of(nats + x.z),
-                                                    decay_of(nats + x.w)}
-                                           : float4{nats, nats, nats, nats};
-          S = joined(S, all, summaries[i]), total = joined(total, all, float4{});
+          const float4 decays_of_numbers = column_decays ? float4{decay_of(nats + x.x), decay_of(nats + x.y),
+                                                                  decay_of(nats + x.z), decay_of(nats + x.w)}
+                                                         : float4{nats, nats, nats, nats};
+          S = joined(S, decays_of_numbers, summaries[i]), total = joined(total, decays_of_numbers, float4{});
           if (stores) state(first + i) = S;
         }
     }
@@ -98,6 +98,7 @@ template <bool GROUPED> __global__ void __launch_bounds__(256) gated_scan_both_w
     __syncthreads();
   }
   if (!exists) return;
+  // The state before the group's first segment: S_1, carried over the segments of all earlier groups.
   S = state(1);
   for (u32 earlier = threadIdx.x % threads; GROUPED && earlier + threads <= threadIdx.x; earlier += threads)
     S = joined(S, s.decays[earlier], s.states[earlier]);

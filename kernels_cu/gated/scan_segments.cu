@@ -42,15 +42,16 @@ template <int WIDTH> struct Shared {
 template <int WIDTH, bool GROUPED> __global__ void __launch_bounds__(256) gated_scan_segments(const Args args) {
   constexpr u32 TILE = 256 * WIDTH;
   auto& s = *reinterpret_cast<Shared<WIDTH>*>(dynamic_smem());
-  const u32 size = u32(args.K * args.V), tiles = (size + TILE - 1) / TILE, H = u32(args.H), head = blockIdx.x / tiles;
-  // parts: how many parts are joined, in order, of all segments.
+  const u32 size = u32(args.K * args.V), tiles = (size + TILE - 1) / TILE, H = u32(args.H),
+            sequence_head = blockIdx.x / tiles;
+  // segments: how many are joined. Without `final` the last one is not, as no segment starts from what it leaves.
   const int P = int(args.P), R = int(args.R), segments = args.final ? P : P - 1;
   const u32 threads = GROUPED ? (size + WIDTH - 1) / WIDTH : 256;  // of a group
   const int groups = GROUPED ? 256 / threads : 1, group = GROUPED ? threadIdx.x / threads : 0;
   // The thread's first number of the state [K, V]. 32 bits: 64-bit divisions would take longer than all else here.
   const u32 index = blockIdx.x % tiles * TILE + (threadIdx.x - group * threads) * WIDTH;
   const u32 V = u32(args.V), BV = u32(args.BV), channel = index / V, column = index % V;
-  const i64 h = head % H, n = head / H, blocks = (V + BV - 1) / BV;  // blocks: of BV columns
+  const i64 h = sequence_head % H, n = sequence_head / H, blocks = (V + BV - 1) / BV;  // blocks: of BV columns
   const bool exists = index < size && group < groups;
   const int share = (segments + groups - 1) / groups;  // segments of a group
   const int first_segment = min(group * share, segments), last_segment = min(first_segment + share, segments);
@@ -105,9 +106,11 @@ template <int WIDTH, bool GROUPED> __global__ void __launch_bounds__(256) gated_
     const float* from = args.initial + (n * args.H + h) * size + index;
     for (int i = 0; i < WIDTH; ++i) S.x[i] = from[i];
   }
+  // What earlier groups leave, in order: their threads with the same numbers of the state.
   for (u32 earlier = threadIdx.x % threads; GROUPED && earlier + threads <= threadIdx.x; earlier += threads)
     for (int x = 0; x < WIDTH; ++x) S.x[x] = joined(S.x[x], s.decays[earlier].x[x], s.states[earlier].x[x]);
   join(S, total, true);
+  // The last group that has segments stores the state after them; group 0 does so if there are none.
   if (last_segment < segments || first_segment == last_segment && group) return;
   float* const last =
       args.final ? args.final + (n * args.H + h) * size : args.starts + ((n * P + P - 1) * args.H + h) * size;

@@ -1,5 +1,5 @@
-// what      Shared by the time mixes of heads of 64 channels: a warp has a sequence's state of one head, a lane four
-//           columns of it and every second channel.
+// what      Shared by the time mixes of heads of 64 channels: a warp has a sequence's state of one head. Lane l has its
+//           columns 4 (l % 16) to 4 (l % 16) + 3, and every second channel, from l / 16 on.
 // math      w = exp(-exp(decay + tanh(low) up));  y = GroupNorm_H(o) silu(gate).  low [W] is of a sequence, W the rank
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
 #include "lanes.cuh"
@@ -14,8 +14,8 @@ constexpr int N = 64;
 constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
 constexpr int ROWS = N / GROUPS;                   // rows of a state that a lane has
 
-// Decays exp(-exp(exponent + tanh(low) up)) of the two channels from `channel` on. exponent: their base, `decay` in the
-// kernels' math; s_low [W]: tanh(low) of the sequence; s_up [W, N]: `up` of the head.
+// Decays exp(-exp(exponent + tanh(low) up)) of two channels: `channel`, which is even, and the next one. exponent:
+// their base, `decay` in the kernels' math; s_low [W]: tanh(low) of the sequence; s_up [W, N]: `up` of the head.
 template <typename T>
 __device__ __forceinline__ float2 decays_of_channels(float2 exponent, const float* s_low, const T* s_up, int W,
                                                      int channel) {
@@ -27,7 +27,8 @@ __device__ __forceinline__ float2 decays_of_channels(float2 exponent, const floa
   return {decay_of(-expf(exponent.x)), decay_of(-expf(exponent.y))};
 }
 
-// o of the lane's columns, normalised over the head: `o` is the sum over the lane's own channels.
+// Normalises o over the head. o: the lane's four columns, summed over the lane's own channels. The result: the same
+// columns, summed over all channels and normalised, in both lanes that have them.
 __device__ __forceinline__ float4 group_norm(float4 o, float eps) {
 #pragma unroll
   for (int distance = QUADS; distance < 32; distance *= 2) {  // every lane gets the sum over all channels

@@ -72,8 +72,8 @@
 //     chunk's queries or keys; start_state_update: S += Z^T X; start_split_product, start_transposed_split_product:
 //     with a split matrix, or its transpose; decay_state: S times the chunk's decay; make_X: X of `math`
 //   TokenGates: factors of a chunk's tokens; Upcoming: decays and betas of later chunks
-//   make_first_scores, make_scores: M; start_scores: products of queries and keys with keys; round_state: S, rounded,
-//     as operands
+//   make_scores: M of the chunk in this stage; make_first_scores: of the first two; start_scores: products of queries
+//     and keys with keys; round_state: S, rounded, as operands
 //   each_transposed: calls f(number, its address in memory) for this lane's numbers of a state
 //   RingPosition: a chunk's stage, and the parity to wait for; next() is the next chunk's
 //   CHUNK = 32 tokens; ALL_THREADS: of a block, CONSUMERS, OPERAND_THREADS: of roles; BACKWARD_TOKENS: which of the
