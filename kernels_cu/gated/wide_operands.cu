@@ -9,7 +9,7 @@
 // smem      Shared: inputs of two tiles of 128 channels, operands of the current tile's scores, the scores. A warp has
 //           a span of 4 tokens (its share), and one tile of scores (its task)
 // barriers  two for every 128 channels: a tile has been copied and its decays computed | its operands are in shared
-//           memory; then: all tiles have been read | scores without gates are in shared memory | all scores are
+//           memory; then: all tiles have been read | a token's score with itself is in shared memory | all scores are
 // numerics  as gated/forward.cu. Scores of tiles add up in float32 and may cancel: those in sub-chunks are products in
 //           tf32
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     __syncthreads();  // the tile and its spans' decays are in shared memory; the previous operands have been read
     if (tile + 1 < tiles) fetch(tile + 1, stage ^ 1);
     // Stores all operands of the tile; decayed queries and keys for the state replace s.q[stage] and s.k[stage]. With
-    // 128 channels `grows` changes nothing there.
+    // 128 channels `grows`, in which threads may differ, changes nothing there.
     TokenDecays<Share> decays;
     make_operands<ReadOrder, PRODUCTS>(s, stage, Share(0), decays, grows);
     if (tile + 1 < tiles) fetch_gates_of(tile + 1);
@@ -127,6 +127,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   const bool any_grows = __syncthreads_or(grows);  // all tiles have been read
   if (threadIdx.x < BT) s.direct[0][0][threadIdx.x] = self_score;
   __syncthreads();  // scores of tokens with themselves are in shared memory
+  // Where gates grow, warps 0 to 3 compute the scores within a sub-chunk each, pair by pair, instead of their task's.
   if (any_grows && warp < BT / SUB_CHUNK)
     score_pairs_one_by_one<ReadOrder, PRODUCTS>(
         s, warp, q + SUB_CHUNK * warp * args.q.token_stride, k + SUB_CHUNK * warp * args.k.token_stride,

@@ -20,7 +20,7 @@ template <typename X, typename S> struct Args {
   const float* weight;  // and bias, eps: of the group norm
   const float* bias;
   S* state;
-  const i64* slots;  // or null: sequence b has state b
+  const i64* slots;  // [B]: sequence b has state slots[b] of the pool; null: state b
   X* y;
   i64 B, H, N;
   double eps;
