@@ -72,7 +72,7 @@ template <typename T> struct Args {
   T *chunk_states, *state_gradients;          // null without OUTPUTS
   float *starts, *F;                          // null if no sequence is cut into segments; F is null with OUTPUTS, too
   const void* prepared;                       // PreparedForGradients of each chunk
-  Shape shape;                                // H: heads of values; segments are sequences here
+  Shape shape;                                // H: heads of values; its sequences are the call's segments
   i64 P;                                      // segments of a sequence
   double scale;
   i64 bytes;  // 16, 8, 4 or 2: all rows of v, o, do and dv start on multiples of it, and are multiples long

@@ -46,7 +46,7 @@ template <typename T> struct Args {
   StridedRows<float> final;          // null: not wanted
   float *starts, *F;                 // null if no sequence is cut into segments; F is null with OUTPUTS, too
   const void* prepared;              // Prepared of each chunk
-  Shape shape;                       // segments are sequences here
+  Shape shape;                       // its sequences are the call's segments
   i64 P;                             // segments of a sequence
   double scale;
   i64 bytes;  // 16, 8, 4 or 2: all rows of v and o start on multiples of it, and are multiples long

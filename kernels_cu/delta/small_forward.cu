@@ -14,8 +14,9 @@
 //           rest. F [segments, HV, K, K and zeros to a multiple of 4]; starts [segments, HV, K, V]: first G, each in
 //           the place of the next segment, which join_segments.cu then replaces by the state from which that segment
 //           starts
-// grid      a warp for every 32 / D value heads of all sequences or segments, sequence slowest; without OUTPUTS, for
-//           as many states: a head has two, G and F. A lane has a column of a state
+// grid      a warp for every 32 / D value heads (D, of a template: the lanes of a head) of all sequences or segments,
+//           sequence slowest; without OUTPUTS, for as many states: a head has two, G and F. A lane has a column of a
+//           state
 // smem      two stages, each of a step of 16 tokens, in which o overwrites channels' gates; what is computed once for
 //           every token of a step: decays of channels, Factors
 // barriers  of warps, three a step: the step has been copied | decays and factors are in shared memory | o is in shared
@@ -61,7 +62,8 @@ template <class Rule, typename T, typename G, int D> struct Stage : ErasureTiles
 };
 
 // The numbers of a token of GatedDelta and Kda: S' = decay S, or with decays of channels; what is written along k is
-// value v - erasure S'^T k; o = output S+^T q. So value is beta, and erasure too, but for the inverse length of k.
+// value v - erasure S'^T k; o = output S+^T q. So value = beta / |k|, erasure = beta / |k|^2, output = scale / |q|;
+// without args.normalized the lengths count as 1.
 struct alignas(16) Factors {
   float decay, value, erasure, output;
 };
@@ -138,7 +140,8 @@ __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const
   const int K = int(shape.K), V = int(shape.V), bytes = int(args.bytes), P = int(args.P);
   const int width = of_F ? padded_to_4(K) : V;  // numbers of a row of the state in memory
   Work work = work_of(shape, OUTPUTS ? number : number / 2);
-  // Whether the segment that the sequence ends with starts from a state that is not finite (join_segments.cu).
+  // Whether join_segments.cu has marked the state from which the sequence's last segment starts, by a number in the row
+  // of channel 0 that is not finite: then the first segment walks all tokens, and the others none.
   const auto is_grown = [&] {
     if (work.n < 0 || coord.lane >= V) return false;
     return !is_finite(args.starts[((work.n / P * P + P - 1) * shape.H + work.h) * K * V + coord.lane]);
@@ -220,7 +223,7 @@ __global__ void __launch_bounds__(32, D == 8 ? 16 : 8) delta_small_forward(const
     now.load(s, in, 0, coord);
 #pragma unroll 4
     for (int i = 0; i < TOKENS; ++i) {
-      next.load(s, in, (i + 1) % TOKENS, coord);  // while the token before it is applied
+      next.load(s, in, (i + 1) % TOKENS, coord);  // while the token before it is applied; at the end token 0, unused
       const float o[1] = {now.apply(S, scale)};
       if (OUTPUTS) in.o.put(o, i, coord.head, coord.lane);
       now = next;

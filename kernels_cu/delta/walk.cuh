@@ -71,7 +71,8 @@ template <bool BACKWARDS, bool OUTPUTS, int BK, int BV> struct BlockOfWalk {
   template <int N, class F> __device__ __forceinline__ void each(State<BK> (&S)[N], const Shape& shape, F f) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      // each_number takes the warp's number times 16 for its first column: `moved` is from there to the i-th 16.
+      // each_number adds 16 times the warp's number to the column that it is given. The warp's i-th 16 columns begin at
+      // 16 (N warp + i): `moved` is that, less 16 warp.
       const int warp = int(threadIdx.x) / 32, moved = warp * 16 * N + 16 * i - warp * 16;
       each_number<BK>(S[i], 0, width, first_column + moved, int(shape.K), columns - moved, f);
     }

@@ -19,9 +19,10 @@
 //           while gates alone are read, to find what is forgotten: every 32 tokens, again every 256, and at the end
 // numerics  S and dS in float32 accumulators; products as in fragments.cuh. A summary leaves out the tokens that all 64
 //           channels of the block have forgotten at the end of the walk: the gates walked after them sum to -48
-//           (FORGOTTEN_NATS) or less, and none of these is positive. The block's decays are then stored as 0. If a
-//           number of the result is below 2^21 times the decay of what was left out, it may not hide that
-//           (hides_forgotten; later gates multiply both alike): the block walks once more, and leaves out nothing
+//           (FORGOTTEN_NATS) or less, and none of these is positive. The block's decays are then stored as 0. The
+//           result must hide what is left out: each of its numbers must be at least 2^21 times the decay over the steps
+//           that were walked (hides_forgotten); later gates multiply both alike. If one is smaller, the block walks
+//           once more, and leaves out nothing
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
 // limits    BV of 64, 128; summaries of two segments or more
 //
@@ -47,7 +48,7 @@
 //   state_tile_index(shape, heads, backwards, batch row, head, chunk, tile of K, tile of V): where a tile begins
 //   each_number(S, channel, column, K, V, f): calls f(number, its offset in a state [K, V]) for the lane's numbers
 //   store_in_tiles(to, S, has_next): stores the warp's part of S in its tile, and in the next one if that exists
-// From tensor.cuh: tokens_of, chunks_of: the range of one of them
+// From tensor.cuh: tokens_of, chunks_of: the range of tokens, of chunks, of a sequence or segment of a batch row
 //
 // Similar names: STEP, tokens of a step; `step`, its number in the walk; STAGES, steps in shared memory; `sequence`, a
 // sequence or, for summaries, a segment; `segment`, its number in the walk; slot, its index in `states`

@@ -3,8 +3,8 @@
 //           same order, or compiling fails; rwkv7/cuda_decode.py passes them.
 // shapes    v k r and log decays w [B, H, N], openings [3, B, H, N]: rate, gate, share; rate and share are sigmoids,
 //           share is -1 in the first layer; first [B, H, N]: that layer's v; removal replacement bonus, and weight bias
-//           (and eps) of the group norm [H, N]; state [pool, H, N, N], the key's channel first; y [TERMS, B, H, N], the
-//           sum of TERMS arrays
+//           (and eps) of the group norm [H, N]; state [pool, H, N, N], the key's channel first; y [TERMS, B, H, N]:
+//           the output is the sum of TERMS arrays
 #include "rwkv7/time_mix_sums.cuh"
 
 template <typename X, typename S> struct Args {
