@@ -7,10 +7,10 @@
 for any machine, and stores what passed, on what, what NVIDIA's compute-sanitizer says of sanitized.py where there is
 one, and a hash of every file that decides what runs on a device. Its legs are the backends and the sanitizer's tools.
 A leg that does not run keeps what the file says of it, if the file speaks of the same sources. With --again, for tests
-that were wrong themselves, a backend runs only the cases that failed by that file and are still there, and says how
-many. Of several cards the sanitizer has one, beside the tests. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has
-later ones) it reports races between warps that wait for each other's mbarriers. --check needs the standard library
-alone; it exits 0 when every hash still matches and nothing failed, and else prints why not and exits 1.
+that were wrong themselves, a backend runs only the cases that failed by that file, and says how many. Of several cards
+the sanitizer has one, beside the tests. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has later ones) it reports
+races between warps that wait for each other's mbarriers. --check needs the standard library alone; it exits 0 when
+every hash still matches and nothing failed, and else prints why not and exits 1.
 """
 
 import argparse
@@ -46,8 +46,6 @@ SOURCES = (
 )
 LONGEST = 60  # seconds of a test, after which it says where it stands
 BACKENDS = ("cupy", "numba")
-JOINED = ("passed", "skipped", "seconds")  # counts of two runs that are added up
-NO_FAILURES = {"failed": 0, "failures": []}
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LIBRARIES = (
     "numpy",
@@ -160,18 +158,9 @@ def run_again(root, backend, workers, more, earlier) -> dict:
         return run_tests(root, backend, workers, more)
     if not earlier["failed"]:
         return earlier
-    cases = still_there(root, backend, earlier["failures"])
-    found = run_tests(root, backend, 1, more, cases) if cases else earlier | dict.fromkeys(JOINED, 0) | NO_FAILURES
-    joined = {name: earlier[name] + found[name] for name in JOINED}
-    return found | joined | {"again": len(cases)}
-
-
-def still_there(root, backend, cases) -> list[str]:
-    """Those of `cases` that the tests still have: a mended test may ask for other backends."""
-    files = sorted({case.partition("::")[0] for case in cases})
-    command = [*pytest_of(backend, files), "--collect-only", "-q"]
-    collected = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.splitlines()
-    return [case for case in cases if case in collected]
+    found = run_tests(root, backend, 1, more, earlier["failures"])
+    joined = {name: earlier[name] + found[name] for name in ("passed", "skipped", "seconds")}
+    return found | joined | {"again": len(earlier["failures"])}
 
 
 def on_card(place) -> dict[str, str]:
@@ -188,17 +177,19 @@ def card_count() -> int:
     return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.count("UUID")
 
 
-def pytest_of(backend, cases) -> list[str]:
-    """pytest with the cases that name one backend."""
-    return [sys.executable, "-m", "pytest", *cases, f"--backends={backend}", "-k", backend, "--exhaustive"]
-
-
 def run_tests(root, backend, workers, more, cases=("tests",)) -> dict:
     """The tests that name one backend; a run that leaves no report, or ends ill beside a good one, counts as failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [
-            *pytest_of(backend, cases),
+            sys.executable,
+            "-m",
+            "pytest",
+            *cases,
+            f"--backends={backend}",
+            "-k",
+            backend,
+            "--exhaustive",
             f"--junitxml={report}",
             "-v",  # a run that is cut short has said by then what failed, and on which worker
             "-o",
@@ -208,7 +199,11 @@ def run_tests(root, backend, workers, more, cases=("tests",)) -> dict:
         if workers > 1:  # with a new worker for one that crashed, loadgroup waits for ever near the end
             command += ["-n", str(workers), "--dist", "loadgroup", "--max-worker-restart", "0"]
         status = subprocess.run(command, cwd=root, env=on_card(0)).returncode
-        found = counts(report) if report.exists() else dict.fromkeys(JOINED, 0) | NO_FAILURES
+        found = (
+            counts(report)
+            if report.exists()
+            else dict.fromkeys(("passed", "failed", "skipped", "seconds"), 0) | {"failures": []}
+        )
         if status and not found["failed"]:
             found["failed"] = 1
         return found

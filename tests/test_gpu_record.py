@@ -244,14 +244,6 @@ def test_what_failed_runs_again(tmp_path, suite, again):
     assert (found["passed"], found["failed"], found["skipped"]) == again
 
 
-def test_what_failed_and_is_gone_does_not_run_again(tmp_path):
-    write_suite(tmp_path, "def test_a(): assert False\ndef test_b(): pass\n")
-    found = gpu_record.run_tests(tmp_path, "cupy", 1, [])
-    (tmp_path / "tests" / "test_cupy.py").write_text("def test_b(): assert False\n")
-    again = gpu_record.run_again(tmp_path, "cupy", 1, [], found)
-    assert again == found | {"failed": 0, "failures": [], "again": 0}
-
-
 def test_a_run_without_names_of_failures_is_repeated(tmp_path):
     write_suite(tmp_path, SUITE["good"])
     found = gpu_record.run_again(tmp_path, "cupy", 1, [], {**PASSED, "failed": 1})
