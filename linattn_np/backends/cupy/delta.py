@@ -207,7 +207,9 @@ class TokenByToken(Way):
 
 SMALL_HEADS = "small heads"  # the name of this way in explanations
 LONGEST_OF_SMALL = 1 << 17  # tokens of a sequence whose gradients are computed so
-WORTH_OF_SMALL = 0.7  # it is chosen if it takes less than this part of the time of others
+# It is chosen if it takes less than this part of the estimate for chunks; and of Hopper's own gradients, whose estimate
+# is closer.
+WORTH_OF_SMALL, WORTH_BESIDE_OWN_GRADIENTS = 0.7, 0.9
 
 
 def why_not_small(problem, device, gradient=False):
@@ -230,7 +232,9 @@ def why_not_small_on_copies(problem, device, gradient=False):
     cut = CutOfSmallHeads(problem, device, gradient)
     if cut.kernel.shared_bytes > device.shared_per_block:
         return f"the card has no shared memory for {cut.kernel.heads} heads of {problem.dtype}"
-    if cut.time(cut.segments) > WORTH_OF_SMALL * time_in_chunks(problem, device, gradient):
+    by_own_gradients = gradient and not why_never_on_hopper(problem, device)
+    worth = WORTH_BESIDE_OWN_GRADIENTS if by_own_gradients else WORTH_OF_SMALL
+    if cut.time(cut.segments) > worth * time_in_chunks(problem, device, gradient):
         return "chunks are faster"
     return None
 

@@ -353,8 +353,8 @@ class ScalarGradientCut(ScalarCut):
 
     gradient = True
     FIRST_TIMES, TWO_FIRST_TIME = {64: 1.6, 128: 2.5}, 2.0  # as CHUNK_TIMES and TWO_CHUNKS_TIME, of the first walk
-    # The same of the kernel without outputs. By these times the cut that is chosen at each of five shapes is the
-    # fastest of nine that were timed.
+    # The same of the kernel without outputs. By all these times the cut that is chosen at each of six shapes is the
+    # fastest of the two to five that were timed.
     FIRST_SUMMARY_TIMES, TWO_FIRST_SUMMARIES_TIME = {64: 1.4, 128: 1.7}, 1.7
     SECOND_TIMES, TWO_SECOND_TIME = {64: 3.7, 128: 5.2}, 5.0  # the same of the second walk
 
