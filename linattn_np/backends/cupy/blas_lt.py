@@ -11,7 +11,7 @@ from .blas import COMPUTE_32F, Cublas, operand
 from .kernel import HALF
 
 LEAST = 1 << 32  # multiplications of a product that is measured
-ROWS = 512  # of products of plans that are measured, a multiple
+ROWS = 1024  # `prepared` measures products whose rows are a multiple of it
 PROPOSALS, ROUNDS = 8, 9  # the most algorithms; how often each of them is measured
 CUDA_R_32F = 0  # of cudaDataType
 TRANS_A, TRANS_B = 3, 4  # of cublasLtMatmulDescAttributes_t
