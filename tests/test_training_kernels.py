@@ -494,14 +494,15 @@ def losses(one, count):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("dtype, most", [("float32", 1e-4), ("bfloat16", 4e-2)])
-def test_a_training_learns_as_on_the_cpu(device, dtype, most, kind):
-    """By the mean of the losses' differences. With products of bfloat16 on the CPU it is 2e-3 in the median of 900
-    seeds, and 1.5e-2 at most. Its logarithm has a standard deviation of 0.6: the limit is 5 of these from the median.
+@pytest.mark.parametrize("dtype, of_steps, most", [("float32", np.max, 1e-4), ("bfloat16", np.mean, 4e-2)])
+def test_a_training_learns_as_on_the_cpu(device, dtype, of_steps, most, kind):
+    """In bfloat16 by the mean of the losses' differences. With such products on the CPU it is 2e-3 in the median of 900
+    seeds of RWKV-7, and 1.5e-2 at most. Its logarithm has a standard deviation of 0.6: the limit is 5 of these from the
+    median.
     """
 
     def compare(found, wanted):
-        assert np.abs(np.subtract(found, wanted)).mean() < most
+        assert of_steps(np.abs(np.subtract(found, wanted))) < most
 
     if "Emulated" not in type(device).__name__:
         found, wanted = (Training(TEXT, SMALL, *where, kind=kind) for where in (("cuda", dtype), ("cpu",)))
