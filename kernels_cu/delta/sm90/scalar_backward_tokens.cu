@@ -103,8 +103,8 @@ template <typename T> struct Args {
 template <typename Element, int CHANNELS, int COLUMNS> struct Shared {
   using T = Element;
   static constexpr Pass PASS = BACKWARD_TOKENS;  // chooses among the matrices of scalar_stage.cuh
-  // SLOTS: of v. With one, two blocks of the smallest tile share a multiprocessor (Registers, scalar_stage.cuh).
-  static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = 3, SLOTS = BK + BV == 128 ? 1 : 2;
+  // SLOTS: of v; one where two blocks share a multiprocessor, which has no memory for more.
+  static constexpr int BK = CHANNELS, BV = COLUMNS, STAGES = 3, SLOTS = Registers<PASS, BK, BV>::BLOCKS == 2 ? 1 : 2;
   GradientStage<T, BK> stages[STAGES];
   T values[SLOTS][BV / 64][2 * CHUNK][64];  // rows 32 to 63: v, overwritten by e; rows 0 to 31: errors of e
   T gradients[BV / 64][2 * CHUNK][64];      // rows 0 to 31: do; rows 32 to 63: dv
