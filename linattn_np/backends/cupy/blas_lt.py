@@ -1,5 +1,5 @@
-"""Large matrix products by cuBLASLt, each by the fastest of the algorithms that it proposes. Where sums are short,
-cuBLAS itself takes tiles so large that their stores do not hide behind the next tiles' sums."""
+"""Large matrix products by cuBLASLt, each by the fastest of the algorithms that it proposes. Where sums have few terms,
+cuBLAS itself chooses tiles so large that writing one does not overlap computing the next."""
 
 import ctypes
 from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
@@ -10,13 +10,13 @@ from statistics import median
 from .blas import COMPUTE_32F, Cublas, operand
 from .kernel import HALF
 
-LEAST = 1 << 32  # multiplications of a product that is measured
-ROWS = 1024  # `prepared` measures products whose rows are a multiple of it
-PROPOSALS, ROUNDS = 8, 9  # the most algorithms; how often each of them is measured
+LEAST = 1 << 32  # multiplications; cuBLAS makes products of fewer
+ROWS = 1024  # `prepared` times products whose rows are a multiple of it
+PROPOSALS, ROUNDS = 8, 9  # the most algorithms that are asked for; how often each is timed
 CUDA_R_32F = 0  # of cudaDataType
 TRANS_A, TRANS_B = 3, 4  # of cublasLtMatmulDescAttributes_t
 BATCH_COUNT, BATCH_STRIDE = 5, 6  # of cublasLtMatrixLayoutAttribute_t
-MOST_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)  # of cublasLtMatmulPreferenceAttributes_t: bytes, those of a, b, c and d
+MOST_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)  # of cublasLtMatmulPreferenceAttributes_t: bytes; alignments of A to D
 SPLIT_K = 2  # of cublasLtMatmulAlgoConfigAttributes_t
 SUCCESS, NOT_SUPPORTED = 0, 15  # of cublasStatus_t
 ALIGNED = 16  # bytes to which a product's arrays are aligned
@@ -36,8 +36,8 @@ class Proposal(ctypes.Structure):
 
 
 class CublasLt(Cublas):
-    """`Cublas`, with large products in half precision by cuBLASLt: the first one of a shape measures. A handle of
-    cuBLAS is one of cuBLASLt, too."""
+    """`Cublas`, with large products in half precision by cuBLASLt. The first product of a key of CHOSEN times the
+    algorithms. A handle of cuBLAS is one of cuBLASLt, too."""
 
     def __init__(self):
         super().__init__()
@@ -47,23 +47,24 @@ class CublasLt(Cublas):
         self.lt = ctypes.CDLL(f"libcublasLt.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
 
     def product(self, a, b, y, add: bool = False):
-        """As `Cublas.product`, for callers whose shapes recur: each is measured."""
+        """As `Cublas.product`, for callers whose shapes recur: each large one is timed, whatever its rows."""
         self.fastest(a, b, y, add)()
 
     def prepared(self, a, b, y, add: bool = False):
-        """As `Cublas.prepared`; it may overwrite y at once, unless `add`. A prompt has any number of tokens, which are
-        the rows of y, and measuring takes longer than the prompt: only multiples of ROWS are measured.
+        """As `Cublas.prepared`. Unless `add`, this call may write to y, on which algorithms are timed. A prompt has any
+        number of tokens, which are the rows of y, and to time its products takes longer than the prompt: they are timed
+        for multiples of ROWS only.
         """
         return super().prepared(a, b, y, add) if y.shape[1] % ROWS else self.fastest(a, b, y, add)
 
     def fastest(self, a, b, y, add):
-        """`prepared`, by the fastest algorithm."""
+        """As `Cublas.prepared`: by the fastest algorithm, or by cuBLAS where `chosen` is None."""
         if not (chosen := self.chosen(a, b, y, add)):
             return super().prepared(a, b, y, add)
         return partial(self.run, *chosen, *(x.data.ptr for x in (a, b, y)), add)
 
     def chosen(self, a, b, y, add):
-        """What `choose` returns for a product of these shapes, or None if cuBLAS makes it."""
+        """What `choose` returns for a product of these shapes, or None if it is left to cuBLAS."""
         large = a.dtype in HALF and prod(a.shape) * b.shape[2] >= LEAST
         if not large or any(x.data.ptr % ALIGNED for x in (a, b, y)):
             return None
@@ -75,15 +76,16 @@ class CublasLt(Cublas):
         return CHOSEN[key]
 
     def choose(self, a, b, y):
-        """(the product's description, the matrices' layouts, the fastest algorithm), or None if cuBLASLt proposes none:
-        all make the product. They divide the sums as cuBLASLt's first choice does, so that they have the same bits."""
+        """(the product's description, the matrices' layouts, the fastest algorithm), or None if cuBLASLt proposes none.
+        Each is timed on y, which then is a b. Only those are compared that divide the sums into as many parts as
+        cuBLASLt's first choice does: these have the same bits."""
         (op_a, a_layout), (op_b, b_layout), (_, y_layout) = map(self.layout, (a, b, y))
         description = self.made("cublasLtMatmulDescCreate", COMPUTE_32F, CUDA_R_32F)
         # y^T = b^T a^T, see `Cublas.prepared`
         for name, operation in ((TRANS_A, op_b), (TRANS_B, op_a)):
             self.set("cublasLtMatmulDescSetAttribute", description, name, c_int32(operation))
         layouts = b_layout, a_layout, y_layout
-        # None for half of cuBLAS's limit either: small tiles are faster than parts of the sums.
+        # No workspace, and so no parts of sums, from half of the numbers on from which cuBLAS has none.
         proposals = self.proposals(description, layouts, self.workspace_for(2 * prod(y.shape)))
         if not proposals:
             return None
@@ -132,8 +134,8 @@ class CublasLt(Cublas):
 
     def run(self, description, layouts, proposal, a, b, y, add):
         """Enqueues a product of the matrices at these addresses on the current stream."""
-        (a_layout, b_layout, y_layout), to = layouts, c_void_p(y)
-        matrices = c_void_p(b), a_layout, c_void_p(a), b_layout
+        (b_layout, a_layout, y_layout), to = layouts, c_void_p(y)
+        matrices = c_void_p(b), b_layout, c_void_p(a), a_layout
         workspace = c_void_p(self.workspace.data.ptr), c_size_t(proposal.workspace)
         stream = c_void_p(self.current_stream().ptr)
         factors = [byref(c_float(factor)) for factor in (1, add)]
