@@ -16,8 +16,8 @@ state_dtype : dtype, optional
     The dtype of the final state: float32, or float64 beside float64 inputs, unless it is given.
 cu_seqlens : host integers [N + 1], optional
     Sequences packed into one row (B = 1): sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``. Empty sequences
-    are legal and hand their initial state through. The first such call sends them to the device: make it, and wait for
-    it, before such a call is captured into a CUDA graph.
+    are legal and hand their initial state through. The first call with these numbers sends them to the device: make it,
+    and wait for it, before a call with the same numbers is captured into a CUDA graph.
 mask : bool [B, T], optional
     True for a token, False for padding, which is as if it were not there: it writes nothing, its gate is 0 (no decay),
     and o and all gradients are 0 there, whatever the arrays hold. It costs a copy of every array. Refused beside
@@ -57,7 +57,8 @@ pending : float32 [N, H, M, W], optional, with rows for `slots` as `state` has
     sees the state with the accepted tokens, and this call's tokens up to that one. The state takes these only in the
     next call, which says how many are `accepted`. Until then `pending` has W numbers of each: its decays, its key, and
     the values that it adds along the key. W is 2 K + V, or 1 + K + V where a head has one gate or none. In `rwkv7_step`
-    b follows the key, and S^T a, which is added along b, the values: 3 K + 2 V. Nothing else may write there.
+    these are its decays, its key, b, the values that it adds along the key, and S^T a, which it adds along b:
+    3 K + 2 V. Nothing else may write there.
 accepted : int64 [B], optional
     How many of the tokens in `pending`, from the first, the state takes now: 0 to M, by default none. The others are
     dropped. Host numbers are checked; those on a device are not, to save a synchronisation: a number below 0 counts as

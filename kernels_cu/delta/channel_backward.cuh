@@ -58,16 +58,17 @@
 //     stores their rounding errors REST numbers later, or, where T is `single`, stores them as they are, and no errors
 //   LeftReader: left operands from a tile. StateReader<TRANSPOSED>: right operands [16 columns of V, 8 channels] from
 //     a state's tile, which has matrices [8 columns of V][8 channels], 64 numbers each: those of 8 columns in the order
-//     of their channels, TILE / 8 of them, then those of the next 8 columns. A word has two columns of a channel.
-//     first(n, lane): the lane's offset for the four matrices of 16 columns and 16 channels, the first of number n
+//     of their channels, TILE / 8 of them, then those of the next 8 columns. TRANSPOSED: of each matrix loaded, rows
+//     and columns are swapped, so that a word has two columns of V of one channel. first(n, lane): the lane's offset
+//     for four matrices, of 16 columns and of the channels 8 n to 8 n + 15
 //   own_lane(): threadIdx.x & 31, computed again at each call, so that no register keeps it
 //   mma_m16n8k16(d, a, b, T{}): d += a b; T{} only gives the type
 //   state_index: the place in chunk_states, and in state_gradients, of the 64 channels from `channel` on
 //   padded(n): n rounded up to a multiple of 64; shape.NC: chunks of a batch row; chunk_tokens: a chunk's Span
 //   place<TILE>(tile, i, c): the address of a number of a swizzled tile; cp_async<16>(to, from, exists): starts copying
 //     16 bytes, or zeros if not `exists`; from_float<T>: rounds to T; decay_of(g): e^g
-//   Accumulators: a warp's sums [32 tokens, 16 columns]; each_pair: calls f(token, first column, m, across,
-//     down) for each pair of a lane, x[m][across][2 down] and the next number
+//   Accumulators: a warp's sums [32 tokens, 16 columns]; each_pair: calls f(token, column, m, across, down) for
+//     each pair of a lane: sums[m][across][2 down], of this column of the block's 64, and the next number
 
 constexpr int THREADS = 2 * TILE, HALF = BT / 2;  // HALF: tokens on a side of the border after 16
 constexpr int BLOCK = 8, BLOCKS = BT / BLOCK;     // tokens of a block, blocks of the chunk
@@ -81,8 +82,8 @@ struct ChannelTile {
   int rows;             // how many tokens
 
   __device__ __forceinline__ explicit ChannelTile(const Shape& shape) {
-    const u32 tiles = u32(padded(shape.K)) / TILE, of_head = blockIdx.x / tiles / u32(shape.NC);
-    chunk = blockIdx.x / tiles % u32(shape.NC), h = of_head % u32(shape.H), b = of_head / u32(shape.H);
+    const u32 tiles = u32(padded(shape.K)) / TILE, head_of_batch = blockIdx.x / tiles / u32(shape.NC);
+    chunk = blockIdx.x / tiles % u32(shape.NC), h = head_of_batch % u32(shape.H), b = head_of_batch / u32(shape.H);
     first = blockIdx.x % tiles * TILE, channels = int(shape.K) - first;
     span = chunk_tokens(shape, chunk), rows = int(span.stop - span.start);
   }

@@ -4,16 +4,24 @@
 #include "gated/forward_tiles.cuh"
 #include "ptx.cuh"
 
-// Starts copying a tile [ROWS, COLS], as forward_tiles.cuh lays it out, in pieces of BYTES bytes, for all THREADS
-// threads of the block. from: the tile's first value in memory; stride: the distance of rows. Rows from `rows` on and
-// columns from `width` on become zero. A thread has one column of pieces and every AT_ONCE-th row; if AT_ONCE is a
-// multiple of 8, its pieces have the same place in all of these rows, and `place` is computed once.
+// From the includes:
+//   place<COLS>(tile, row, column): the address of a value in a tile, whose swizzle is that of row % 8
+//   cp_async<BYTES>(to, from, exists): starts copying; if not `exists` it stores zeros, and does not read `from`
+//   opaque(x): x, which the compiler takes for any number: it computes what follows from x again at each call
+
+// Starts copying a tile [ROWS, COLS], as forward_tiles.cuh lays it out, in pieces of BYTES bytes, by all THREADS
+// threads of the block. The caller commits the copies and waits for them; pieces of 2 bytes are stored at once. from:
+// the tile's first value in memory; stride: the distance of rows. Rows from `rows` on and columns from `width` on
+// become zero; `width` and `stride` are multiples of a piece. A thread has one column of pieces and every AT_ONCE-th
+// row. If AT_ONCE is a multiple of 8, its pieces have the same place within all of these rows, and `place` is computed
+// once.
 template <int BYTES, int ROWS, int COLS, int THREADS, typename T>
 __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, int rows, int width) {
   constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
   constexpr int AT_ONCE = THREADS / ACROSS, UNROLLED = BYTES == 8 || BYTES == 4 ? 4 : 8;
   static_assert(THREADS % ACROSS == 0);
-  const u32 thread = opaque(threadIdx.x), col = thread % ACROSS * PIECE;  // opaque: no register holds it
+  // opaque: between calls no register holds what is computed of the thread's number
+  const u32 thread = opaque(threadIdx.x), col = thread % ACROSS * PIECE;
   const int first_row = thread / ACROSS;
   T* const to = place<COLS>(tile, first_row, col);
   from += first_row * stride + col;

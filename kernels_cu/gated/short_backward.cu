@@ -30,14 +30,24 @@
 //           grows by more than 60 nats over a run of tokens, the excess is taken from the gates of all channels and
 //           added to those of all columns, or the other way round: neither decay is infinite where their product is not
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    sequences of at most TOKENS tokens, 8 or 16, with gv 16; any K and V, with gv at most 2,560 (MOST_GATED;
-//           value_gate.py asks)
+// limits    sequences of at most TOKENS tokens, 8 or 16, with gv 16; any K and V, with gv at most 2,560 (MOST_GATED):
+//           value_gate.py compares them before it takes this kernel
 // instances T and G: float32, or T of 16 bits with G of T or float32; both orders, and GLA with gv (GATED): with gv a
 //           query reads the gate of its own token, which RWKV-6's does not
 // tests     test_short_sequences; with gv test_value_gate
 #include "gated/short_sequences.cuh"
 #include "ptx.cuh"
 #include "read_order.cuh"
+
+// From the includes:
+//   Sequence: its batch row b, head h, first token `start` and `tokens`; load: its numbers of a channel or column, with
+//     zeros after the last token; store
+//   ROW<TOKENS>: the distance of rows of tokens in shared memory, TOKENS + 4
+//   each_four(row, tokens, f): calls f(t, row's numbers t ... t + 3) for t = 0, 4 and so on below `tokens`
+//   add_four(x, t, a, four): x[t ... t + 3] += a four
+//   add_scores(x, sums, t, first): adds x, summed over lanes, to row t of the warp's sums, or stores it if `first`
+//   finish_scores(s, scores, tokens, scale): scores = scale times the warps' sums, with two barriers
+//   decay_of(g): e^g
 
 constexpr float MOST_GROWTH = 60.f;  // nats; where channels and columns both grow by more, states are beyond float32
 constexpr int COLUMNS = 16;          // of a state that are multiplied at a time
@@ -79,7 +89,7 @@ __device__ __forceinline__ float largest_of_warp(float x) {
 
 // Changes the tokens' shifts so that by these gates, of `width` channels or columns, no run of tokens grows by more
 // than MOST_GROWTH. sign * shift is added to each gate of a token (-1: channels, 1: columns). What these gates lose the
-// gates of the other side gain: those of channels, of which this is called first, may then grow by more again.
+// gates of the other side gain. The kernel calls this for channels, then for columns; channels may then grow by more.
 template <int TOKENS, typename G>
 __device__ __forceinline__ void limit_growth(Shared<TOKENS>& s, const Sequence& sequence,
                                              const StridedRows<const G>& gates, int width, float sign) {
@@ -96,6 +106,7 @@ __device__ __forceinline__ void limit_growth(Shared<TOKENS>& s, const Sequence& 
     largest = largest_of_warp(largest);
     if (threadIdx.x % 32 == 0) s.sums[threadIdx.x / 32][0] = largest;
     __syncthreads();  // the warps' largest runs are in shared memory, and the token's shift has been read
+    static_assert(WARPS == 4);
     largest = fmaxf(fmaxf(s.sums[0][0], s.sums[1][0]), fmaxf(s.sums[2][0], s.sums[3][0]));
     const float excess = fmaxf(largest - MOST_GROWTH, 0.f);
     for (int c = threadIdx.x; c < width; c += THREADS) runs[c] = fmaxf(runs[c] - excess, 0.f);
@@ -144,7 +155,7 @@ __device__ __forceinline__ void multiply_state(Shared<TOKENS>& s, float (&x)[TOK
 }
 
 // A thread's sums over tokens, for its channel or its column. For a column do takes the place of q, v of k, gv of g and
-// A of dA: dk is then dv, and dg is dgv.
+// A of dA: dk is then dv, and dg is dgv. The scores A and dA have the factor `scale` in them.
 template <int TOKENS> struct Sums {
   float dk[TOKENS], dg[TOKENS], du;
 };

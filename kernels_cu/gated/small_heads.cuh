@@ -11,6 +11,11 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   cp_async<BYTES>(to, from, exists): starts copying, or stores zeros if not `exists`; from_float<E>: rounds to E
+//   decay_of(g): e^g, 0 of -inf; grown(x, g): x e^g, which is finite where e^g alone is not
+//   shape.row_sequences: sequences, or segments, of a batch row
+
 constexpr int STEP = 8;  // tokens of a step in shared memory, where a tile names no other number
 
 // A tile [TOKENS tokens, HEADS heads of a warp, D channels or columns] of type E. A row, of one token and head, is
@@ -97,7 +102,8 @@ template <int LANES> __device__ __forceinline__ int largest_of_warp(int tokens) 
   return tokens;
 }
 
-// A lane's pieces in memory: the address of the first one, of the head's first token, and the distance of tokens.
+// A lane's pieces in memory, of the step that starts at the head's first token: the address of the first piece, which
+// is that of token lane / PIECES; and the distance of tokens.
 template <typename E> struct LaneRows {
   E* first;
   i64 stride;
@@ -130,18 +136,19 @@ template <class Tile, typename E, int BYTES> struct Words {
   static constexpr int ACROSS = D / W < LANES ? D / W : LANES, DOWN = LANES / ACROSS;
   static constexpr int MOST = BYTES < 4 ? 2 : 4;  // numbers of 2 bytes pass through registers: more would spill
   static constexpr int AT_ONCE = Tile::ROWS / DOWN < MOST ? Tile::ROWS / DOWN : MOST;
+  static_assert(DOWN <= Tile::ROWS && Tile::ROWS % (DOWN * AT_ONCE) == 0, "words cover the tile's rows");
 };
 // Calls f(token of the step, column, index in the tile, address in memory) for the first of every AT_ONCE words that a
 // lane copies together; the token of each is DOWN tokens after that of the word before. rows: the lane's pieces.
-template <class Grid, class Tile, typename E, class F>
+template <class LaneWords, class Tile, typename E, class F>
 __device__ __forceinline__ void each_word(const Tile&, LaneRows<E> rows, int head, int lane, int token, F f) {
-  constexpr int ACROSS = Grid::ACROSS, W = Grid::W, TOGETHER = Grid::DOWN * Grid::AT_ONCE;
+  constexpr int ACROSS = LaneWords::ACROSS, W = LaneWords::W, TOGETHER = LaneWords::DOWN * LaneWords::AT_ONCE;
   const int down = lane / ACROSS;
   E* row = rows.first - lane % Tile::PIECES * Tile::PIECE + (token + down - lane / Tile::PIECES) * rows.stride;
 #pragma unroll 1
   for (int first = down; first < Tile::ROWS; first += TOGETHER) {
 #pragma unroll
-    for (int n = 0; n < Grid::D / W; n += ACROSS) {
+    for (int n = 0; n < LaneWords::D / W; n += ACROSS) {
       const int column = (n + lane % ACROSS) * W;
       f(first, column, Tile::place(first, head, column), row + column);
     }
@@ -152,25 +159,27 @@ __device__ __forceinline__ void each_word(const Tile&, LaneRows<E> rows, int hea
 template <int BYTES, class Tile, typename E>
 __device__ __forceinline__ void fetch_words(Tile& tile, LaneRows<const E> rows, int head, int lane, int token,
                                             int tokens_left, int width) {
-  using Grid = Words<Tile, E, BYTES>;
-  const i64 stride = Grid::DOWN * rows.stride;
-  each_word<Grid>(tile, rows, head, lane, token, [&](int first, int column, int place, const E* from) {
+  using LaneWords = Words<Tile, E, BYTES>;
+  const i64 stride = LaneWords::DOWN * rows.stride;
+  each_word<LaneWords>(tile, rows, head, lane, token, [&](int first, int column, int place, const E* from) {
     const int left = column < width ? tokens_left - first : 0;
     E* const to = tile.x + place;
     if constexpr (BYTES >= 4) {
 #pragma unroll
-      for (int n = 0; n < Grid::AT_ONCE; ++n)
-        cp_async<BYTES>(to + n * Grid::DOWN * Tile::ROW_STRIDE, from + n * stride, n * Grid::DOWN < left);
+      for (int n = 0; n < LaneWords::AT_ONCE; ++n)
+        cp_async<BYTES>(to + n * LaneWords::DOWN * Tile::ROW_STRIDE, from + n * stride, n * LaneWords::DOWN < left);
     } else {
-      E x[Grid::AT_ONCE];
+      E x[LaneWords::AT_ONCE];
 #pragma unroll
-      for (int n = 0; n < Grid::AT_ONCE; ++n) x[n] = n * Grid::DOWN < left ? from[n * stride] : from_float<E>(0.f);
+      for (int n = 0; n < LaneWords::AT_ONCE; ++n)
+        x[n] = n * LaneWords::DOWN < left ? from[n * stride] : from_float<E>(0.f);
 #pragma unroll
-      for (int n = 0; n < Grid::AT_ONCE; ++n) to[n * Grid::DOWN * Tile::ROW_STRIDE] = x[n];
+      for (int n = 0; n < LaneWords::AT_ONCE; ++n) to[n * LaneWords::DOWN * Tile::ROW_STRIDE] = x[n];
     }
   });
 }
-// `fetch` for rows that are not multiples of 16 bytes. Not inlined, which keeps the code for 16 bytes short.
+// `fetch` for rows that are not multiples of 16 bytes. Not inlined, which keeps the code for 16 bytes short. Computes
+// the caller's head and lane again.
 template <class Tile, typename E>
 __device__ __noinline__ void fetch_unaligned(Tile& tile, LaneRows<const E> rows, int token, int tokens_left, int width,
                                              int bytes) {
@@ -200,13 +209,13 @@ __device__ __forceinline__ void fetch(Tile& tile, LaneRows<const E> rows, int he
 template <class Tile, typename E>
 __device__ __noinline__ void store_unaligned(const Tile& tile, LaneRows<E> rows, int head, int lane, int token,
                                              int tokens_left, int width) {
-  using Grid = Words<Tile, E, sizeof(E)>;
-  const i64 stride = Grid::DOWN * rows.stride;
-  each_word<Grid>(tile, rows, head, lane, token, [&](int first, int column, int place, E* to) {
+  using LaneWords = Words<Tile, E, sizeof(E)>;
+  const i64 stride = LaneWords::DOWN * rows.stride;
+  each_word<LaneWords>(tile, rows, head, lane, token, [&](int first, int column, int place, E* to) {
     const int left = column < width ? tokens_left - first : 0;
 #pragma unroll
-    for (int n = 0; n < Grid::AT_ONCE; ++n)
-      if (n * Grid::DOWN < left) to[n * stride] = tile.x[place + n * Grid::DOWN * Tile::ROW_STRIDE];
+    for (int n = 0; n < LaneWords::AT_ONCE; ++n)
+      if (n * LaneWords::DOWN < left) to[n * stride] = tile.x[place + n * LaneWords::DOWN * Tile::ROW_STRIDE];
   });
 }
 template <class Tile, typename E>

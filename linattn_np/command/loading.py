@@ -1,5 +1,6 @@
 """Prints one line in place of a traceback if the command ends while NumPy and this package are imported. OpenBLAS, for
-example, sends its process a Ctrl-C if the system gives it no threads, and prints why.
+example, sends its process a Ctrl-C if the system gives it no threads, and prints why. The command imports this module
+first; its import sets the hook and the handler.
 """
 
 import os
@@ -16,8 +17,8 @@ def print_load_error(kind, error, trace):
 
 
 def interrupted(number, frame):
-    """The handler of Ctrl-C, which ends the process. Python's own raises an exception; where a callback of an import
-    drops the exception, Python prints it."""
+    """The handler of Ctrl-C, which ends the process. Python's own raises KeyboardInterrupt. Where nothing can catch
+    that, as in a callback of a weak reference during an import, Python prints it with its traceback, and goes on."""
     signal.signal(number, signal.SIG_DFL)
     say(INTERRUPTED)
     os.kill(os.getpid(), number)
@@ -40,5 +41,5 @@ def is_command(argv, original) -> bool:
 OWN_PROCESS = is_command(sys.argv, sys.orig_argv)
 if OWN_PROCESS:
     sys.excepthook = print_load_error
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # neither ignored, as by nohup, nor another's
         signal.signal(signal.SIGINT, interrupted)

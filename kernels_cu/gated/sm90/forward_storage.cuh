@@ -23,7 +23,8 @@
 //   NUM_SUBCHUNKS = 4; PANEL = 64 columns of V
 //   Schedule: what the blocks of a cluster share. has_outputs: whether there are queries and outputs; CLUSTER_SIZE, 1
 //     or 2 blocks; K_RANKS: blocks that share the channels of every chunk; CHUNK_RANKS: blocks that make chunks in turn
-//   SegmentState: the schedule that computes only final states of parts of segments, and their decays
+//   SegmentState: the schedule that computes only final states, and their decays. Sequences are cut into segments, to
+//     fill the card; in this schedule segments are cut into parts, which blocks compute side by side
 //   WorkTile: what a block computes
 
 // Numbers of named barriers: VALUES_BARRIER + warpgroup joins a consumer warpgroup, PRODUCER_BARRIER + group a producer
@@ -45,8 +46,9 @@ template <typename T> constexpr bool IS_BFLOAT16 = false;
 template <> constexpr bool IS_BFLOAT16<bf16> = true;
 template <typename T> using Wide = Select<IS_BFLOAT16<T>, bf16, float>;
 
-// The type of operands that are decayed from or to the middle of a sub-chunk of 8 tokens: Wide<T>; tf32 if a score is
-// the sum of two blocks' scores (K_RANKS is 2), since these may cancel.
+// The type of operands that are decayed from or to the middle of a sub-chunk of 8 tokens: Wide<T>, since queries before
+// the middle and keys behind it are divided by the decays between; tf32 if a score is the sum of two blocks' scores
+// (K_RANKS is 2), since these may cancel.
 template <int K_RANKS, typename T> using Middle = Select<K_RANKS == 1, Wide<T>, float>;
 
 // The type of operands that are decayed from or to a border between sub-chunks: float16, since decays to a border are
@@ -80,7 +82,7 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   float* decays;  // [N, H, 2, K], written by SegmentState: the product of both rows is a part's decay
-  i64 channel;    // the first channel of this launch
+  i64 channel;    // the first channel of this launch: with many channels, several launches share them
   i64 segments;   // of a sequence
   i64 computed;   // SegmentState computes only the first `computed` segments of a sequence
   float* marks;   // [N, marks_per_sequence, H, K, V], written: the states before every mark_every-th chunk, from which
@@ -183,7 +185,7 @@ using AnyOperands = ScoreOperands<true, bf16, f16, 64>;
 static_assert(AnyOperands::near_queries_row(1) == 0 && AnyOperands::near_queries_row(3) == SUB_CHUNK, "see the map");
 static_assert(AnyOperands::near_keys_row(0) == 0 && AnyOperands::near_keys_row(2) == SUB_CHUNK, "see the map");
 
-// If K_RANKS > 1, each block's vote for the chunks of stages 0 and 1: whether the gates of its channels are so large
+// If K_RANKS > 1, each block's vote for the chunks of stages 0 and 1: whether gates of its channels are so far above 0
 // that operands would overflow, so that both blocks compute the chunk token by token (forward_growth.cuh).
 template <int K_RANKS> struct alignas(16) Votes {
   i32 grows[K_RANKS][2][4];  // the vote is at [rank][stage][0]; 16 bytes are the least that one block copies to another

@@ -1,6 +1,6 @@
 """Gated operators in float64, by two kernels that go token by token: one forwards and one backwards in time.
 
-Both compute the rows of a state X [R, C], one warp per row:
+`Forwards` computes the rows of a state X [R, C], one warp per row; `Backwards` computes them again in each chunk:
 
     X_t = a_t (b_t * X_{t-1}) + x_t y_t^T,      result_t = scale X_t z_t
 
@@ -12,8 +12,10 @@ Sizes: B batch, N sequences, H heads, T tokens, K channels, V columns.
 """
 
 # With a bonus u (the read order of RWKV-6): result_t = scale (X_{t-1} + u_rows u_columns x_t y_t^T) z_t. If X is S,
-# u_rows is u and u_columns is 1; if X is the transpose, the reverse. Backwards in time, without u, from dX_T = dht:
-#     D = dX_t + scale p_t z_t^T,     dx_t = D y_t,     da_t: the sums of a_t (b_t * X_{t-1}) * D over the columns
+# u_rows is u and u_columns is 1; if X is the transpose, the reverse. Backwards in time, from dX_T = dht, with p_t what
+# reads the rows of X: q if X is S, do if X is the transpose; without u, whose terms the kernel adds:
+#     D = dX_t + scale p_t z_t^T,     dx_t = D y_t
+#     da_t, the gradient of log a_t: the sums of a_t (b_t * X_{t-1}) * D over the columns
 #     dX_{t-1} = a_t (b_t * D)
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from .kernel import DOUBLE, Kernel
 from .plan import Draft
 
 # A class describes a kernel: its annotated fields are the template's arguments, in order; `arguments` the members of
-# struct Args, which the compiler checks, with `?` if they may be null.
+# struct Args, which the compiler checks. Pointers may be null.
 
 COLUMNS = (64, 256, 512)  # columns of X that a launch can take; if X has more, several launches add up their results
 CHUNK = 64  # tokens between the states that the forward kernel stores for the backward one, which computes the others
@@ -78,7 +80,9 @@ class Backwards(Float64):
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    if problem.mode not in MODES or problem.mode == "chunk" and problem.materialize:
+    if problem.mode == "chunk" and problem.materialize:
+        return "the states of chunks (materialize=True) are not kept in float64, which goes token by token"
+    if problem.mode not in MODES:
         return f"no mode {problem.mode!r} in float64, which goes token by token; it has {', '.join(map(repr, MODES))}"
     return None
 
@@ -104,7 +108,7 @@ def plan_vjp(problem, device, do, dht, saved=()):
     partial_du = draft.empty((N, H, K), DOUBLE) if launches.u else None
     states = {"initial": initial, "dht": dht}
     launches.gradients(transposed=False, z=do, p=launches.q, results=(dq, dk, dg), dh0=dh0, du=partial_du, **states)
-    unused = draft.like(dv)  # the kernel that goes forwards writes o once more
+    unused = draft.like(dv)  # the kernel that goes forwards writes o once more. du is that of the launches above
     launches.gradients(transposed=True, z=launches.q, p=do, results=(unused, dv, dgv), **states)
     gradients = [dx for dx in (dq, dk, dv, dg, dgv) if dx is not None]
     if launches.u:
@@ -141,15 +145,16 @@ class StateLaunches:
         axes = [(self.k, self.a, K, V), (self.v, self.b, V, 1)]
         (x, a, R, row_stride), (y, b, C, column_stride) = reversed(axes) if transposed else axes
         kernel, (N, H) = kernel_class.fitting(self.problem.op, C), self.problem.shape("N H")
-        gated, blocks = b.shape[-1] > 1, N * H * ceil_div(R, kernel.ROWS)
+        decay_per_column, blocks = b.shape[-1] > 1, N * H * ceil_div(R, kernel.ROWS)
         sizes = {"R": R, "C": C, "row_stride": row_stride, "column_stride": column_stride}
-        sizes |= {"a_step": int(a.shape[-1] > 1), "b_step": int(gated)}
+        sizes |= {"a_step": int(a.shape[-1] > 1), "b_step": int(decay_per_column)}
         args |= sizes | {"shape": self.draft.shape(self.problem, chunk=CHUNK), "scale": self.problem.scale}
+        # Later launches add to sums over columns (the result, dx, da, du); arrays with columns (states) are cut.
         # `or (0,)`: without columns there is one launch, too
         for first in range(0, C, kernel.columns) or (0,):
             columns = (..., slice(first, None))
             columns_of_states = (*columns, slice(None)) if transposed else columns
-            arrays = {"x": x, "a": a, "y": y[columns], "b": b[columns] if gated else b, "z": z[columns]}
+            arrays = {"x": x, "a": a, "y": y[columns], "b": b[columns] if decay_per_column else b, "z": z[columns]}
             arrays |= {"chunk_starts": chunk_starts and chunk_starts[columns]}
             arrays["u_rows"] = None if transposed else self.u
             arrays["u_columns"] = self.u[columns] if transposed and self.u else None
