@@ -332,7 +332,7 @@ def test_an_adapter_is_trained_extended_and_merged(command, base, tmp_path):
     model, whole = tmp_path / "model.safetensors", tmp_path / "whole.safetensors"
     assert command("merge", "--model", model, "--adapter", file, "--out", whole)[0] == 0
     how = ["--device", "cpu", "--dtype", "float32", "--temperature", 0, "--tokens", 5, "--prompt", "It"]
-    adapted = command("generate", "--model", model, "--adapter", file, *how)
+    adapted = command("generate", "--model", model, "--adapter", file.parent, *how)
     assert adapted[:2] == command("generate", "--model", whole, *how)[:2] and adapted[0] == 0
 
 
@@ -341,10 +341,11 @@ def test_a_state_is_trained_and_written_with(command, base, tmp_path):
     file = tmp_path / "out" / "state.pth"
     assert code == 0 and f"--load-state {file}" in said.splitlines()[-1]
     tuned = dict(checkpoint.read(file))
+    np.testing.assert_array_equal(State.load(file).wkv, State.load(file.parent).wkv)
     assert list(tuned) == [*(f"blocks.{i}.att.time_state" for i in range(2)), "rwkv_version"]
     wanted, _ = base.kind(base.weights | tuned).forward([[1, 2]])
     model = base.kind(base.weights)
-    found, _ = model.forward([[1, 2]], model.on_device(State.load(file)))
+    found, _ = model.forward([[1, 2]], model.on_device(State.load(file.parent)))
     np.testing.assert_array_equal(found, wanted)
 
 

@@ -30,8 +30,15 @@ from .stored_zip import MAX_AXES, MAX_INDEX, directory
 MAX_OPCODES = 1 << 18  # in one pickle; a tensor takes about 40
 MAX_NAME = 1024
 
-# The files of a Hugging Face folder that hold weights; the first one that exists is read.
-IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# The files of a Hugging Face folder that hold weights, and what `train --lora` writes to its folder; the first one that
+# exists is read.
+IN_FOLDER = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter.safetensors",
+)
 SHARD_ENDINGS = (".safetensors", ".bin")
 
 LFS_START = b"version https://git-lfs.github.com/spec/v1"  # the first bytes of a Git LFS pointer file

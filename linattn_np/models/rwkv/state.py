@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -89,8 +90,11 @@ class State:
         """The state in a file that `save` wrote, on the host; a model's `on_device` moves it to the model's device.
 
         The file may also be a checkpoint (`checkpoint.read`) that contains `blocks.N.att.time_state` of every block, a
-        trained initial state, and nothing else. ContractError for every other file, OSError if it cannot be read.
+        trained initial state, and nothing else; or a folder with such a `state.pth`, as `train --state` writes it.
+        ContractError for every other file, OSError if it cannot be read.
         """
+        if os.path.isfile(in_folder := os.path.join(path, "state.pth")):
+            path = in_folder
         try:
             data = mapped(path, "what State.save has written")
             if data.find(b".time_state", 0, MAX_INDEX) >= 0:
