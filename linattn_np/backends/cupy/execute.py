@@ -188,14 +188,13 @@ class OneAllocation:
     more often than many allocations do, and then stored launches can be used again."""
 
     def __init__(self, device, **groups):
-        # Of each group: the places of its arrays in the allocation, and that of all of them, as bytes.
-        self.device, self.nbytes, self.places, self.groups = device, 0, {}, {}
+        # Of each group: the places of its arrays in the allocation.
+        self.device, self.nbytes, self.places = device, 0, {}
         for name, buffers in groups.items():
-            start, self.places[name] = self.nbytes, []
+            self.places[name] = []
             for buffer in buffers:
                 self.places[name].append((buffer.shape, buffer.strides, buffer.dtype, self.nbytes))
                 self.nbytes += padded(buffer.nbytes, BUFFER_ALIGNMENT)
-            self.groups[name] = (self.nbytes - start,), (1,), np.uint8, start
 
     def allocated(self):
         """The memory of all groups."""
@@ -204,10 +203,6 @@ class OneAllocation:
     def arrays(self, group, memory) -> list:
         """The buffers of a group, as arrays in `memory`."""
         return [self.device.view(memory, *place) for place in self.places[group]]
-
-    def clear(self, group, memory):
-        """Writes zeros to all buffers of a group."""
-        self.device.fill(self.device.view(memory, *self.groups[group]))
 
 
 def allocator(buffer: Buffer, device):

@@ -69,9 +69,12 @@ class Prompts:
         )
         # the tokens of a call on the host, which change once `copied`, an event, says that the device has copied them
         self.tokens, self.copied = self.device.pinned(*tokens.shape, tokens.dtype), None
-        # of each address of `memory`: the launches of the embedding and all layers, or what launches their graph
-        self.launches: dict[int, list] = {}
-        self.graphs: dict[int, Callable] = {}
+        # a layer's new state, which all layers read
+        self.zeros = [self.device.zeros(shape[1:], FLOAT32) for shape, _ in parts.values()]
+        # of each address of `memory`, and whether the state is new: the launches of the embedding and all layers, or
+        # what launches their graph
+        self.launches: dict[tuple[int, bool], list] = {}
+        self.graphs: dict[tuple[int, bool], Callable] = {}
 
     def __call__(self, tokens, state: State, slots):
         """The result for `tokens` [T], integers on the host. The rows `slots` (None: all) of `state` are updated. A
@@ -86,16 +89,14 @@ class Prompts:
         self.tokens[...] = tokens
         device.write(self.tokens, *self.memory.arrays("tokens", memory))
         self.copied = device.record(self.copied)
-        if is_new:
-            self.memory.clear("before", memory)
-        else:
+        if not is_new:
             slots = None if slots is None else device.upload(slots)
             for array, copy in zip(state.arrays, self.memory.arrays("before", memory)):
                 if array.dtype == FLOAT32:
                     device.copy(rows_of(array, slots), copy)
                 else:
                     copy[...] = rows_of(array, slots)
-        self.run_layers(memory)
+        self.run_layers(memory, is_new)
         (x,), after = (self.memory.arrays(group, memory) for group in ("x", "after"))
         result = device.empty(self.result_shape, FLOAT32)
         self.head_plan([x, result, *vars(self.decoder.model_weights).values()])
@@ -114,14 +115,14 @@ class Prompts:
         if getattr(self, "copied", None):
             self.device.finish(self.copied)
 
-    def run_layers(self, memory):
-        """Runs the embedding and all layers on arrays in `memory`. Stored launches contain its address, but do not keep
-        it allocated."""
-        address = self.device.pointer(memory)
-        if address in self.launches:
-            self.graphs[address] = self.device.captured(self.launches.pop(address))
-        if address in self.graphs:
-            self.graphs[address](None)  # None in place of arrays, which only copies and fills would read
+    def run_layers(self, memory, is_new):
+        """Runs the embedding and all layers on arrays in `memory`. If the state `is_new`, all layers read `zeros` in
+        place of that before the call. Stored launches contain the memory's address, but do not keep it allocated."""
+        call = self.device.pointer(memory), is_new
+        if call in self.launches:
+            self.graphs[call] = self.device.captured(self.launches.pop(call))
+        if call in self.graphs:
+            self.graphs[call](None)  # None in place of arrays, which only copies and fills would read
             return
         groups = "tokens", "x", "before", "after", "carried", "buffers"
         (tokens,), (x,), before, after, carried, buffers = (self.memory.arrays(group, memory) for group in groups)
@@ -131,7 +132,8 @@ class Prompts:
         # A layer's launches are enqueued at once: the device computes the layer while the next one's launches are made.
         for i, layer in enumerate(self.decoder.layers):
             # in the order in which `layer_plan` was given its arrays; its buffers follow
-            arrays = [x, *(array[i] for array in (*before, *after)), *carried, *vars(layer).values(), *buffers]
+            states = *(self.zeros if is_new else (array[i] for array in before)), *(array[i] for array in after)
+            arrays = [x, *states, *carried, *vars(layer).values(), *buffers]
             layer_launches = self.layer_plan.commands(arrays)
             for launch in layer_launches:
                 launch(None)
@@ -139,7 +141,7 @@ class Prompts:
         if len(self.launches) + len(self.graphs) >= MOST_ADDRESSES:
             self.launches.clear()
             self.graphs.clear()
-        self.launches[address] = all_launches
+        self.launches[call] = all_launches
 
     # -- the steps of the plans: `arrays` is a namespace with a `plan.Array` by each name ------------------------------
     def add_embedding(self, draft: Draft, arrays):
