@@ -165,6 +165,7 @@ def delta_rules():
     prepares = (delta.DeltaPrepare, delta.DeltaChannelPrepare, delta.DeltaDplrPrepare)
     for prepare, (T, G), K, gradient in product(prepares, GATES, gated.CHANNELS, (False, True)):
         yield prepare(T, G, K, gradient)
+    yield from (delta.DeltaDplrPrepare(T, T, 64, False, logits=True) for T in HALF)
     yield from dict.fromkeys(kernel for walk in walks() for kernel in (walk, walk.summary))
     yield from (delta.DeltaJoinSegments(R, K) for R, K in product((SINGLE, DOUBLE), gated.CHANNELS))
     for T, G in GATES:

@@ -404,6 +404,9 @@ def prompts(rng, as_filled):
         model.layers.device.empty = model.layers.device.zeros  # as `as_filled` has it for operators
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (2, 37)))
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (1, 9)), cu_seqlens=[0, 3, 4, 9])
+    model = RWKV7(random_weights(RWKV7, rng, BFLOAT16, sizes=SMALL | {"D": 128, "H": 2, "N": 64}), "cuda", BFLOAT16)
+    model.layers.device.empty = model.layers.device.zeros
+    yield as_filled(model.forward, rng.integers(0, SMALL["V"], (1, 70)), cu_seqlens=[0, 33, 70])
     for act in HiddenActivation.NAMES:
         weights = random_weights(RWKV6, rng, BFLOAT16) | named_activation(act)
         yield as_filled(RWKV6(weights, "cuda", BFLOAT16).forward, rng.integers(0, SMALL["V"], (2, 5)))

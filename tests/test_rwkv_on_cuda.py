@@ -258,6 +258,19 @@ def test_packed_prompts_and_slots_are_the_cpus(on_cuda, kind, dtype, rng):
         close(host(part), wanted, tolerance(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_prompts_of_heads_of_64_channels(on_cuda, kind, dtype, rng):
+    """In half precision, RWKV-7's keys and values are made by the kernel that prepares chunks."""
+    weights, bounds = random_weights(kind, rng, dtype, sizes=changed(128, 64)), [0, 1, 40, 45, 120]
+    model, reference, tokens = on_cuda(weights, dtype), kind(weights), rng.integers(0, 50, (1, bounds[-1]))
+    start = begun(reference, 4, rng)
+    found, state = model.forward(tokens, model.on_device(start.copy()), cu_seqlens=bounds)
+    wanted, wanted_state = reference.forward(tokens, start, cu_seqlens=bounds)
+    close(model.to_host(found), wanted, tolerance(dtype))
+    for part, wanted_part in zip(state.arrays, wanted_state.arrays):
+        close(host(part), wanted_part, tolerance(dtype))
+
+
 @pytest.mark.pairwise
 def test_a_row_of_a_pool_is_updated_in_place(on_cuda, kind, rng):
     """It is not contiguous, and a plan of prompts alike may have met a state that is."""
@@ -289,7 +302,7 @@ def test_prompts_packed_alike_share_their_plans(on_cuda, kind, rng, monkeypatch)
 
 @pytest.mark.pairwise
 def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, kind, rng, monkeypatch):
-    """The second time; of other tokens and states, and to the same logits."""
+    """The second time; of other tokens and states, and to the same logits. Those of new states have another graph."""
     weights, lengths = random_weights(kind, rng), [4, 5]
     model, reference = on_cuda(weights), kind(weights)
     device = type(model.layers.decoder.device)
@@ -300,12 +313,12 @@ def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, kind, rn
     monkeypatch.setattr(OneAllocation, "allocated", lambda self: memory.setdefault(self, allocated(self)))
     wanted_state = begun(reference, 2, rng)
     state = model.on_device(wanted_state.copy())
-    for n in range(4):
-        tokens = rng.integers(0, SMALL["V"], (1, 9))
-        found, _ = model.forward(tokens, state, cu_seqlens=np.cumsum([0, *lengths]))
-        wanted, _ = reference.forward(tokens, wanted_state, cu_seqlens=np.cumsum([0, *lengths]))
+    for n in range(6):
+        tokens, is_new = rng.integers(0, SMALL["V"], (1, 9)), n % 2
+        found, _ = model.forward(tokens, None if is_new else state, cu_seqlens=np.cumsum([0, *lengths]))
+        wanted, _ = reference.forward(tokens, None if is_new else wanted_state, cu_seqlens=np.cumsum([0, *lengths]))
         close(host(found), wanted, 1e-5)
-        assert len(graphs) == (n > 0)
+        assert len(graphs) == (n > 1) + (n > 2)
     assert graphs[0] > 10 * len(model.layers.decoder.layers)
 
 

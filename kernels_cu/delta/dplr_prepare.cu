@@ -1,6 +1,7 @@
 // what      RWKV-7's recurrence, a delta rule that erases by vectors a and b of its own: prepares each chunk of 32
 //           tokens, that is, computes what the chunk does to a state, for the kernels that walk over states. GRADIENT:
-//           for those that walk in both directions.
+//           for those that walk in both directions. LOGITS: in prompts of RWKV-7 models, where k, a, b and g are at
+//           first products of the time mix, of which rwkv7/chunk_keys.cuh makes the recurrence's arrays and values.
 // math      A token's decay is e^g of its log gates g [K]. Decayed tokens: ad_i is a_i decayed from the chunk's start
 //           through token i - 1, qd_i is q_i decayed from the start through i; ke, be are k and b decayed to the
 //           chunk's end. Scores: Axy_ij = x_i . y_j times the decay between both tokens, x = q or a, y = k or b; of q
@@ -34,6 +35,7 @@
 // tests     test_delta_kernels; gates that grow: test_growth_within_a_segment, test_chunks_that_enlarge_a_state there
 #include "cards.cuh"
 #include "delta/growing_chunk.cuh"
+#include "rwkv7/chunk_keys.cuh"
 
 // From the includes:
 //   BT = 32 tokens in BLOCKS = 8 blocks of BLOCK = 4; LEVELS = 3: borders between the halves of 8 tokens (level 0), of
@@ -76,6 +78,9 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double w_scale;
   i64 bytes;  // 16, 8, 4 or 2: all rows start on multiples of it, and are multiples long
+  // If LOGITS:
+  StridedRows<T> key, v, first_v;
+  StridedRows<const float> bases, removal, replacement;
 };
 
 // Rows of scores (q, a) and columns (k, b): an index of lengths. In loops `kind` is 0 for k and 1 for b.
@@ -173,7 +178,7 @@ struct BlockOfTokens {
 
 // Launch bounds: blocks have 2 BK threads, so that registers are for 512 threads of a multiprocessor (128 a thread),
 // and for fewer blocks if shared memory has room for fewer.
-template <typename T, typename G, int BK, bool GRADIENT>
+template <typename T, typename G, int BK, bool GRADIENT, bool LOGITS>
 __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256 / BK))
     delta_dplr_prepare(const Args<T, G> args) {
   constexpr int THREADS = 2 * BK;
@@ -185,13 +190,15 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 
   const u32 h = chunk.h;
   fetch_tokens<BK, THREADS>(args, chunk, [&](auto copy) {
-    copy(s.q, args.q, h), copy(s.a, args.a, h), copy(s.columns[0], args.k, h), copy(s.columns[1], args.b, h);
-    copy(s.g, args.g, h);
+    copy(s.q, args.q, h), copy(s.a, args.a, h), copy(s.columns[0], args.k, h), copy(s.g, args.g, h);
+    if constexpr (!LOGITS) copy(s.columns[1], args.b, h);
   });
+  if constexpr (LOGITS) mix_values<T>(args, chunk);
   cp_async_wait<0>();
   __syncthreads();  // 1: inputs have arrived
 
   const BlockTask<BK> task;
+  if constexpr (LOGITS) make_keys<T>(args, chunk, task, s.columns[0], s.a, s.columns[1], s.g);
   constexpr bool normalized = false;  // queries and keys are not divided by their lengths
   set_lengths<BK>(s.lengths, {s.q, s.a, s.columns[0], s.columns[1]}, normalized, 1.f);
   BlockOfTokens block(s);

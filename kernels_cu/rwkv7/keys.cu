@@ -21,8 +21,8 @@
 // From the includes:
 //   LaneOfHead: token_head, this lane's head of a token, and its first channel. load_group, store_group: WIDTH
 //     neighbours; CHANNELS_APART = 64: the distance of a lane's groups; THREADS = 128
-//   LEAST_NORM = 1e-12: the least |k removal|; DECAY_SCALE = exp(-1/2)
-//   sigmoid_for<X>: the sigmoid, as accurate as results of type X need; sum_over_lanes: over a head's lanes
+//   LEAST_NORM = 1e-12: the least |k removal|; channel_of_key, mixed_value: the math of one channel, but for norms
+//   sum_over_lanes: over a head's lanes
 
 template <typename X> struct Args {
   const X* k;
@@ -89,12 +89,11 @@ template <typename X, int WIDTH, int GROUPS> __global__ void __launch_bounds__(T
       const Parameters parameters = n == 0 ? of_first_group : load_parameters(n);
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i) {
-        w[i] = -DECAY_SCALE * sigmoid_for<X>(parameters.w[i] + w[i]);
-        icl[n][i] = sigmoid_for<X>(parameters.a[i] + icl[n][i]);
-        removed[n][i] = k[i] * parameters.removal[i];
-        squares += removed[n][i] * removed[n][i];
-        k[i] *= fmaf(icl[n][i] - 1.f, parameters.replacement[i], 1.f);
-        if (!is_first_layer) v[i] = fmaf(first_v[i] - v[i], sigmoid_for<X>(parameters.v[i] + share[i]), v[i]);
+        const ChannelOfKey x = channel_of_key<X>(k[i], parameters.w[i] + w[i], parameters.a[i] + icl[n][i],
+                                                 parameters.removal[i], parameters.replacement[i]);
+        w[i] = x.w, icl[n][i] = x.icl, removed[n][i] = x.removed, k[i] = x.key;
+        squares += x.removed * x.removed;
+        if (!is_first_layer) v[i] = mixed_value<X>(v[i], first_v[i], parameters.v[i] + share[i]);
       }
       store_group(args.w + index, w);
       store_group(args.key + index, k);

@@ -154,6 +154,8 @@ class Inputs:
                 self.arrays[name] = draft.cast(self.arrays[name], self.gate, f"{name}: in float32, as other gates")
         if "g" not in self.arrays:  # without gates, a log decay of 0 is broadcast to all tokens
             self.arrays["g"] = draft.table(np.zeros((1,) * self.arrays["beta"].ndim, self.gate))
+        # In prompts of RWKV-7 models: what `DeltaDplrPrepare` reads and writes besides, with an axis of heads.
+        self.logits = problem.options.get("logits", {})
 
     def rows_of(self, name):
         """The array that the call names so, with rows of K or V numbers, or of 1 for a scalar per token and head."""
@@ -179,7 +181,8 @@ class Inputs:
 
     def of_heads(self, first, heads) -> dict:
         """`arrays` for `heads` heads of values from head `first` on."""
-        return {name: self.part_of(name, x, first, heads) for name, x in self.arrays.items()}
+        arrays = self.arrays | self.logits
+        return {name: self.part_of(name, x, first, heads) for name, x in arrays.items()}
 
     def part_of(self, name, x, first, heads):
         """The part of an array x, which kernels name so, for these heads of values or for the heads of keys that these

@@ -87,11 +87,16 @@ class DeltaChannelPrepare(DeltaPrepare):
 
 
 class DeltaDplrPrepare(DeltaPrepare):
-    """`DeltaPrepare` for RWKV-7, which erases along the vectors a and b."""
+    """`DeltaPrepare` for RWKV-7, which erases along the vectors a and b. With `logits`, in prompts of models, it makes
+    these, keys, values v and gates of the time mix's products, in the place of which it stores keys and values."""
 
     file = "delta/dplr_prepare"
-    arguments = members("strided q k a b g, pointers prepared, shape, float64s w_scale, int64s bytes")
+    arguments = members(
+        "strided q k a b g, pointers prepared, shape, float64s w_scale, int64s bytes, "
+        "strided? key v first_v bases removal replacement"
+    )
     shared_memory = ("Shared<{dtype}, {gate}, {BK}>",)
+    logits: bool = False
 
 
 class Walk(ChunkKernel, TiledKernel):

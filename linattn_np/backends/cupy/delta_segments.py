@@ -34,7 +34,7 @@ from .delta_kernels import (
     DeltaSmallBackward,
     DeltaSmallForward,
 )
-from .gated_kernels import SMALL_SIZES, TILES, channels
+from .gated_kernels import CHANNELS, SMALL_SIZES, TILES, channels
 from .plan import FLOAT32, common_bytes
 
 
@@ -45,7 +45,13 @@ def chunk_kernels(problem, device, gradient, segments=1):
     walks = (1 + gradient) * long_heads(problem) * segments  # that run at the same time
     walk = walk_class.fitting(problem.dtype, K, V, rule, walks, device)
     prepare = {GATED_DELTA: DeltaPrepare, KDA: DeltaChannelPrepare, DPLR: DeltaDplrPrepare}[rule]
-    return prepare(problem.dtype, gate_dtype(problem), walk.BK, gradient), walk
+    fields = {"logits": True} if "logits" in problem.options else {}
+    return prepare(problem.dtype, gate_dtype(problem), walk.BK, gradient, **fields), walk
+
+
+def makes_keys(dtype, K) -> bool:
+    """Whether the kernel that prepares RWKV-7's chunks can make keys of a model's logits: the option `logits`."""
+    return dtype.itemsize == 2 and K == CHANNELS[0]
 
 
 def long_heads(problem) -> float:
@@ -388,7 +394,8 @@ def launch_by_token(draft, kernel, read, more_columns=0, **written):
     launch_reading(draft, kernel, shape.B * shape.row_sequences * shape.H * tiles, read, **written)
 
 
-READ = {member.name for member in DeltaRecurrentBackward.arguments}  # the names that `launch_reading` knows
+# the names that `launch_reading` knows
+READ = {member.name for kernel in (DeltaRecurrentBackward, DeltaDplrPrepare) for member in kernel.arguments}
 
 
 def launch_reading(draft, kernel, blocks, read, **others):

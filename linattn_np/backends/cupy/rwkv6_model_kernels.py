@@ -483,13 +483,14 @@ def affine(norm) -> dict:
     return {"weight": weight, "bias": bias}
 
 
-def recurrence(draft: Draft, device, op, arrays: dict, o: Array, state, spans, scale):
+def recurrence(draft: Draft, device, op, arrays: dict, o: Array, state, spans, scale, **options):
     """Adds to a draft the plan of the operator `op` in mode "chunk", on packed sequences.
 
     arrays : those of the operator by name; those with tokens are [1, H, T, N]
     o : the array [1, H, T, N] that gets the output
     state : (the states before, the array for those after all tokens), each [sequences, H, N, N]
     spans : the token ranges of the sequences, a `varlen.Spans`
+    options : of the operator's planner
     """
     before, after = state
     B, H, T, N = o.shape
@@ -497,7 +498,7 @@ def recurrence(draft: Draft, device, op, arrays: dict, o: Array, state, spans, s
         op=op,
         arrays=MappingProxyType(arrays),
         sizes=MappingProxyType({"B": B, "H": H, "T": T, "K": N, "V": N, "N": spans.count}),
-        options=MappingProxyType({"final_state": after}),
+        options=MappingProxyType({"final_state": after} | options),
         dtype=o.dtype,
         spans=spans,
         varlen=True,

@@ -334,10 +334,13 @@ class MixOperations:
         self.draft.product(self.matrix(layer, name), y[None], x[None], add=True)
         return x
 
-    def recurrent(self, op, token_arrays: dict, wkv, o, **other_arrays):
+    def recurrent(self, op, token_arrays: dict, wkv, o, other_arrays: dict | None = None, **options):
         """Adds the operator `op`. `token_arrays`: its arrays with tokens by name, each [T, D], which are divided into
-        heads; `other_arrays`: those without tokens. The output goes to `o` [T, D]."""
-        # [T, D] -> [T, H, N] -> [1, T, H, N] -> [1, H, T, N]
-        *in_heads, o = (x.in_heads(self.sizes["H"])[None].swapaxes(1, 2) for x in (*token_arrays.values(), o))
-        arrays = dict(zip(token_arrays, in_heads)) | other_arrays
-        kernels.recurrence(self.draft, self.device, op, arrays, o, wkv, self.spans, self.scale)
+        heads; `other_arrays`: those without tokens. The output goes to `o` [T, D]. `options`: of its planner."""
+        arrays = {name: self.in_heads(x) for name, x in token_arrays.items()} | (other_arrays or {})
+        o = self.in_heads(o)
+        kernels.recurrence(self.draft, self.device, op, arrays, o, wkv, self.spans, self.scale, **options)
+
+    def in_heads(self, x):
+        """A view [1, H, T, N] of x [T, D]."""
+        return x.in_heads(self.sizes["H"])[None].swapaxes(1, 2)

@@ -55,7 +55,7 @@ class MixOperations(cuda_prompts.MixOperations):
 
     def recurrence(self, layer, kvr, w, wkv):
         k, v, r = kvr
-        self.recurrent(RWKV6, {"r": r, "k": k, "v": v, "w": w}, wkv, self.o, u=layer.bonus[0])
+        self.recurrent(RWKV6, {"r": r, "k": k, "v": v, "w": w}, wkv, self.o, {"u": layer.bonus[0]})
         return self.o
 
     def gated_norm(self, layer, o, gate):

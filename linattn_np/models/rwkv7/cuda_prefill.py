@@ -4,11 +4,13 @@ Sizes: T tokens, D channels, F channels of the channel mix, H heads of N channel
 their inputs. `draft` collects the launches, which run in this order: a launch may overwrite what no later one reads.
 """
 
+from functools import partial
 from math import prod
 
 import numpy as np
 
 from ...backends.cupy import rwkv7_model_kernels as kernels
+from ...backends.cupy.delta_segments import makes_keys
 from ...backends.cupy.plan import FLOAT32
 from ...backends.cupy.rwkv6_model_kernels import LowActivations
 from ...declarations import RWKV7
@@ -61,16 +63,22 @@ class MixOperations(cuda_prompts.MixOperations):
         self.draft.launch(activations, activations.blocks(low.size), y=low, count=low.size, **columns)
         high, o = mixed[:downs], mixed[downs]  # in the memory of mixes that both products have read by now
         self.draft.product(layer.up.swapaxes(1, 2), low, high)
-        # `Keys`, an instance by N, makes w, a and b of the logits of the decay, the rate and the share, in place: high
-        # is w a g v, and v's part, the share's logits, becomes b. In place it also changes k by the rate, and v by the
-        # share. bases: w0, a0 and v0, which are added to the logits; removal, replacement and bonus: `weights.LAYER`
-        keys, (w, a, gate, b) = kernels.Keys.fitting(self.dtype, N), high
-        operands = {"k": k, "v": v, "decay_logits": w, "icl_logits": a, "value_logits": b, "bases": layer.bases}
-        operands |= {"removal": layer.removal, "replacement": layer.replacement, "first_v": self.arrays.first_v}
-        operands |= {"w": w, "key": k, "mixed_v": v, "a": a, "b": b}
-        self.draft.launch(keys, keys.blocks(T, H), **operands, token_heads=T * H)
-        self.recurrent(RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
-        self.gated_norm_to(o, layer, o, gate, r=r, k=k, v=v, bonus=layer.bonus)  # k and v as `Keys` has changed them
+        # The recurrence's w, a and b are made of the logits of the decay, the rate and the share: high is w a g v, and
+        # v's part, the share's logits, becomes b. Keys, which depend on the rate, take the place of k; values, which
+        # depend on the share, that of v. bases: w0, a0 and v0, which are added to the logits; removal, replacement and
+        # bonus: `weights.LAYER`
+        (w, a, gate, b), first_v = high, self.arrays.first_v
+        recurrent = partial(self.recurrent, RWKV7, {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}, wkv, o)
+        weights = {name: getattr(layer, name) for name in ("bases", "removal", "replacement")}
+        if makes_keys(self.dtype, N):
+            rows = {name: x.in_heads(H)[:, 0].swapaxes(1, 2) for name, x in weights.items()}  # [3 or 1, H, 1, N]
+            recurrent(logits={"key": self.in_heads(k), "first_v": self.in_heads(first_v)} | rows)
+        else:  # `Keys`, an instance by N, makes them in place
+            keys, made = kernels.Keys.fitting(self.dtype, N), {"w": w, "key": k, "mixed_v": v, "a": a, "b": b}
+            logits = {"decay_logits": w, "icl_logits": a, "value_logits": b, "k": k, "v": v, "first_v": first_v}
+            self.draft.launch(keys, keys.blocks(T, H), **logits, **made, **weights, token_heads=T * H)
+            recurrent()
+        self.gated_norm_to(o, layer, o, gate, r=r, k=k, v=v, bonus=layer.bonus)
         return self.add_product(layer, "output", x, o)
 
     def channel_mix(self, layer, x, shift):
