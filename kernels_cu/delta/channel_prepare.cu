@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(384
   for (int n = 0; n < BLOCK; ++n) {
     const int i = task.first + n;
     const float4 key = times(-k_lengths.power[i], times(before, block.keys[n]));
-    put_four(task.at(s.E, n), key), put_four(task.at(to.E, n), key);
+    put_four(task.at(s.E, n), key), store_four(task.at(to.E, n), key);
     put_four(task.at(s.ke, n), times(after, block.keys_to_end[n]));
     block.queries[n] = times(before, block.queries[n]);
   }

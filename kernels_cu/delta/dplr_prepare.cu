@@ -188,17 +188,18 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
   PreparedChunk& to = static_cast<PreparedChunk*>(args.prepared)[chunk.index];
   const Lengths &q_lengths = s.lengths[OF_Q], &a_lengths = s.lengths[OF_A], *column_lengths = s.lengths + WITH_K;
 
+  Select<LOGITS, ChunkKeys<T>, NoKeys> keys(args, chunk);
   const u32 h = chunk.h;
   fetch_tokens<BK, THREADS>(args, chunk, [&](auto copy) {
     copy(s.q, args.q, h), copy(s.a, args.a, h), copy(s.columns[0], args.k, h), copy(s.g, args.g, h);
     if constexpr (!LOGITS) copy(s.columns[1], args.b, h);
   });
-  if constexpr (LOGITS) mix_values<T>(args, chunk);
+  if constexpr (LOGITS) keys.mix_values(args, chunk);
   cp_async_wait<0>();
   __syncthreads();  // 1: inputs have arrived
 
   const BlockTask<BK> task;
-  if constexpr (LOGITS) make_keys<T>(args, chunk, task, s.columns[0], s.a, s.columns[1], s.g);
+  if constexpr (LOGITS) keys.make_keys(args, chunk, s.columns[0], s.a, s.columns[1], s.g);
   constexpr bool normalized = false;  // queries and keys are not divided by their lengths
   set_lengths<BK>(s.lengths, {s.q, s.a, s.columns[0], s.columns[1]}, normalized, 1.f);
   BlockOfTokens block(s);
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(2 * BK, blocks_with_room<Shared<T, G, BK>>(256
 #pragma unroll
   for (int n = 0; n < BLOCK; ++n) {
     const float4 a = times(a_lengths.power[task.first + n], times(before, block.rows[OF_A][n]));
-    put_four(task.at(s.E, n), a), put_four(task.at(to.E, n), a);
+    put_four(task.at(s.E, n), a), store_four(task.at(to.E, n), a);
     block.rows[OF_Q][n] = times(before, block.rows[OF_Q][n]);
   }
   if (task.block == BLOCKS - 1)

@@ -70,7 +70,8 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
     const int t = task.first + n;
     const float4 before = from_start, row = unpack_four(task.at(a, n));
     from_start = times(from_start, decays_at(task.at(g, n)));
-    put_four(task.at(to.E, n), TWO_WRITES ? times(before, row) : times(-inverse_length(0, t), times(from_start, row)));
+    store_four(task.at(to.E, n),
+               TWO_WRITES ? times(before, row) : times(-inverse_length(0, t), times(from_start, row)));
     W[n] = times(w_scale * inverse_length(1, t), times(from_start, unpack_four(task.at(q, n))));
   }
   if (task.block == BLOCKS - 1) *reinterpret_cast<float4*>(to.decay + task.c) = from_start;
@@ -128,7 +129,7 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
     if (c < BK)
 #pragma unroll
       for (int p = 0; p < PANELS; ++p)
-        put_four(place<BK>(to.Z[start], j, PANEL * p + c), times(GRADIENT ? 1.f : beta(j), z[p]));
+        store_four(place<BK>(to.Z[start], j, PANEL * p + c), times(GRADIENT ? 1.f : beta(j), z[p]));
   }
   __syncthreads();  // E and H are written
   // The second summand of W.
@@ -142,5 +143,5 @@ __device__ __noinline__ void prepare_by_tokens(typename PreparedFor<T, BK, TWO_W
     }
   }
 #pragma unroll
-  for (int n = 0; n < BLOCK; ++n) put_four(task.at(to.W, n), W[n]);
+  for (int n = 0; n < BLOCK; ++n) store_four(task.at(to.W, n), W[n]);
 }
