@@ -815,7 +815,7 @@ SMALL_HEADS = {
 def assert_small_heads(rng, monkeypatch):
     """A function of (case, kernels): whether a call takes these kernels, and is as the recurrence, from and to states.
     Rows of an odd number of halves are copied before."""
-    monkeypatch.setattr(delta, "WORTH_OF_SMALL", np.inf)
+    monkeypatch.setattr(delta, "WORTH_OF_SMALL", dict.fromkeys(delta.WORTH_OF_SMALL, np.inf))
 
     def check(case, kernels, segments=1):
         monkeypatch.setattr(CutOfSmallHeads, "SHORTEST", 1)
@@ -840,7 +840,7 @@ def assert_small_heads(rng, monkeypatch):
 @pytest.mark.parametrize("segments", [1, 3])
 def test_gradients_of_small_heads(kernel_backend, case, segments, rng, monkeypatch):
     """In segments, too, unequal and empty ones."""
-    monkeypatch.setattr(delta, "WORTH_OF_SMALL", np.inf)
+    monkeypatch.setattr(delta, "WORTH_OF_SMALL", dict.fromkeys(delta.WORTH_OF_SMALL, np.inf))
     monkeypatch.setattr(CutOfSmallHeads, "SHORTEST", 1)
     monkeypatch.setattr(CutOfSmallHeads, "time", lambda cut, n: abs(n - segments))
     monkeypatch.setattr(checked_calls, "MEMOS", Cache(1 << 20, 16))  # no plan of another cut of the same call is taken
@@ -872,7 +872,7 @@ def test_small_heads_in_segments(case, segments, assert_small_heads):
         ((21, 38, 2000, 6, 16), "auto", "delta_small_forward"),  # 6.6 floors for 103 in chunks, as estimated
         ((21, 38, 2000, 6, 16), "chunk", "delta_small_forward"),
         ((21, 38, 2000, 6, 17), "auto", "delta_prepare"),
-        ((1, 2, 20000, 6, 16), "auto", "delta_prepare"),
+        ((1, 1, 20000, 6, 16), "auto", "delta_prepare"),
         ((64, 40, 5, 7, 16), "auto", "delta_small_forward"),  # few tokens; rows of 7 halves are copied
         ((1, 40, 5, 7, 16), "auto", "delta_recurrent_forward"),  # few heads, too
     ],

@@ -16,7 +16,8 @@ constexpr int TOKEN_LANES = 16;
 
 // Stores 16 bytes to memory by two instructions, of which the compiler makes four if they are words.
 __device__ __forceinline__ void store_16(void* to, const uint4& x) {
-  *static_cast<ulonglong2*>(to) = {u64(x.y) << 32 | x.x, u64(x.w) << 32 | x.z};
+  u64* const halves = static_cast<u64*>(to);
+  halves[0] = u64(x.y) << 32 | x.x, halves[1] = u64(x.w) << 32 | x.z;
 }
 
 // What a thread reads of memory itself, and makes of it. The constructor loads it: the loads are on their way while the

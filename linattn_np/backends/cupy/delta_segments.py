@@ -331,7 +331,7 @@ class CutOfSmallHeads(SegmentCut):
     TWO_WRITES = 1.6  # times as long if a token writes twice, as in RWKV-7
     IN_WORDS = 2.0  # times as long alone if rows are no whole pieces of 16 bytes, and are not copied to such
     LAUNCH_TIME, LAUNCHES_TIME = 8.0, 15.0  # of a walk; of the two launches that a cut adds
-    GRADIENTS_TIME = 50.0  # of what a cut of gradients adds besides
+    GRADIENTS_TIME = 30.0  # of what a cut of gradients adds besides
     SHORTEST, MOST = 64, 256  # tokens of a segment; segments
     START = 32
 
