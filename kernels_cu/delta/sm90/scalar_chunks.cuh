@@ -115,13 +115,13 @@ __device__ __forceinline__ void round_state(u32 (&rounded)[BK / 16][4], const fl
   wgmma_fence_operand(rounded);
 }
 
-// Issues y[column of V, row] = S^T x of 32 rows x, for a state S as round_state leaves it; tile_of(panel): the
+// Issues y[column of V, row] = S^T x of 2 N rows x, for a state S as round_state leaves it; tile_of(panel): the
 // descriptor of the rows' channels from 64 panel on. The caller calls wgmma_commit and waits.
-template <typename T, int STEPS, class F>
-__device__ __forceinline__ void start_state_product(Values& y, const u32 (&state)[STEPS][4], F tile_of) {
+template <typename T, int N, int STEPS, class F>
+__device__ __forceinline__ void start_state_product(float (&y)[N], const u32 (&state)[STEPS][4], F tile_of) {
 #pragma unroll
   for (int step = 0; step < STEPS; ++step)
-    wgmma<T, CHUNK, K_MAJOR>(y, state[step], tile_of(step / 4) + step % 4 * 2, step > 0);
+    wgmma<T, 2 * N, K_MAJOR>(y, state[step], tile_of(step / 4) + step % 4 * 2, step > 0);
 }
 
 // state <- E_32 state: lets it decay over the chunk.

@@ -104,7 +104,8 @@ __device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T
     const Gates& gates = s.gates[ring.stage];
     u32 rounded_state[BK / 16][4];
     Operand v, X;
-    Values S_k, o;  // S^T k; W S, then o
+    float products[CHUNK];  // of the state and 64 rows, W and the keys behind them
+    Values S_k, o;          // S^T k; W S, then o
     round_state<T, BK>(rounded_state, state);
     mbarrier_wait(s.full[ring.stage], ring.parity);
     mbarrier_wait(s.values_full[ring.stage], ring.parity);
@@ -112,16 +113,14 @@ __device__ __forceinline__ void consume(Memory& s, const Args<typename Memory::T
     mbarrier_wait(s.operands_ready[ring.stage], ring.parity);
     const u64 descriptor = stage_descriptor(in);
     wgmma_fence();
-    start_state_product<T>(S_k, rounded_state, [&](int panel) {
-      return descriptor + descriptor_offset(in, in.queries_keys[panel] + CHUNK);
-    });
-    wgmma_commit();
-    start_state_product<T>(o, rounded_state,
+    start_state_product<T>(products, rounded_state,
                            [&](int panel) { return descriptor + descriptor_offset(in, in.queries_keys[panel]); });
     wgmma_commit();
     decay_state(state, gates.chunk_decay);
-    wgmma_wait<1>();
-    wgmma_fence_operand(S_k);
+    wgmma_wait<0>();
+    wgmma_fence_operand(products);
+#pragma unroll
+    for (int i = 0; i < CHUNK / 2; ++i) o[i] = products[i], S_k[i] = products[CHUNK / 2 + i];
     make_X<T>(X, v, S_k, gates, at.lane);  // X = v - E S^T k
     wgmma_fence();
     start_split_product<T>(o, v, descriptor + descriptor_offset(in, in.B), ACCUMULATE);  // o += B v
