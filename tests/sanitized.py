@@ -398,18 +398,25 @@ def squares(rng, device):
         yield squared_product(device, x, w)
 
 
+def model_in_filled_memory(kind, weights, dtype):
+    """Its memory is filled as `as_filled` has it for operators: initcheck does not see what tensor stores write."""
+    model = kind(weights, "cuda", dtype)
+    model.layers.device.empty = model.layers.device.zeros
+    return model
+
+
 def prompts(rng, as_filled):
     for kind, dtype in product((RWKV6, RWKV7), (SINGLE, BFLOAT16)):
-        model = kind(random_weights(kind, rng, BFLOAT16), "cuda", dtype)
-        model.layers.device.empty = model.layers.device.zeros  # as `as_filled` has it for operators
+        model = model_in_filled_memory(kind, random_weights(kind, rng, BFLOAT16), dtype)
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (2, 37)))
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (1, 9)), cu_seqlens=[0, 3, 4, 9])
-    model = RWKV7(random_weights(RWKV7, rng, BFLOAT16, sizes=SMALL | {"D": 128, "H": 2, "N": 64}), "cuda", BFLOAT16)
-    model.layers.device.empty = model.layers.device.zeros
+    weights = random_weights(RWKV7, rng, BFLOAT16, sizes=SMALL | {"D": 128, "H": 2, "N": 64})
+    model = model_in_filled_memory(RWKV7, weights, BFLOAT16)
     yield as_filled(model.forward, rng.integers(0, SMALL["V"], (1, 70)), cu_seqlens=[0, 33, 70])
     for act in HiddenActivation.NAMES:
         weights = random_weights(RWKV6, rng, BFLOAT16) | named_activation(act)
-        yield as_filled(RWKV6(weights, "cuda", BFLOAT16).forward, rng.integers(0, SMALL["V"], (2, 5)))
+        model = model_in_filled_memory(RWKV6, weights, BFLOAT16)
+        yield as_filled(model.forward, rng.integers(0, SMALL["V"], (2, 5)))
 
 
 def trainings(rng, as_filled, device):
