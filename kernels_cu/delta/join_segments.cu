@@ -27,6 +27,11 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   Word<T>, `single`: a float that tensor cores multiply as three products in tf32 (mma_m16n8k16 of `single`)
+//   FORWARDS, BACKWARDS: false and true. padded_to_4(n): n rounded up to a multiple of 4; is_finite
+//   cp_async<16>(to, from, exists): starts copying 16 bytes, or stores zeros if not `exists`
+
 template <typename R> struct Args {
   const R* F;
   R* starts;

@@ -24,6 +24,13 @@
 #include "cards.cuh"
 #include "state_row.cuh"
 
+// From the includes:
+//   StateRow: a warp's sequence, head and row r of X. Row: a lane's columns of it: lane, lane + 32 and so on; each(n,
+//     f): calls f(number, column) for those below n
+//   store_or_add(x, y, adds): x = y, or x += y if `adds`. warp_sum: the sum over a warp, in every lane
+//   chunks_of, chunk_tokens: the chunks of a sequence, the tokens of a chunk. SINCE_SM100: cards of generation 10.0 or
+//   later
+
 struct Args : StateArgs {  // state_row.cuh: sizes, x to z, the bonus, chunk_starts
   StridedRows<const double> p;
   StridedRows<double> dx, da;  // da: null: not wanted

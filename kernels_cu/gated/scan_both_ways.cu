@@ -15,6 +15,8 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
+// From the includes: decay_of(g): e^g, 0 of -inf. dynamic_smem(): the block's shared memory
+
 constexpr int AHEAD = 8;  // segments whose loads are issued together, since a load has a long latency
 constexpr int COLUMNS = 4, TILE = 256 * COLUMNS;  // neighbouring numbers of a state: of a thread, and of a block
 

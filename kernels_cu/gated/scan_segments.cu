@@ -14,6 +14,8 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
+// From the includes: decay_of(g): e^g, 0 of -inf. dynamic_smem(): the block's shared memory
+
 constexpr int AHEAD = 8;  // parts whose summaries are loaded at once, so that their latencies overlap
 
 struct Args {

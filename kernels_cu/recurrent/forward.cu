@@ -18,6 +18,12 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   ForwardArgs: q, k, v, g, o, the bonus u, initial and final states, the shape, the scale
+//   ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6): whether a token is read after it was written, or before
+//   load_tile: fills a tile of shared memory with tokens, as floats, by all threads, with zeros beyond the sequence
+//   tokens_of(shape, n): the tokens of sequence n.
+
 constexpr int THREADS = 128, WARPS = THREADS / 32, TOKENS = 16, BV = 32;
 
 template <typename T, typename G> struct Args : ForwardArgs<T, G> {

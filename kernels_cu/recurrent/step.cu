@@ -20,6 +20,11 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   Wider<T, S>: double if numbers of T or S are computed in it, else float; widened, narrowed: convert to it and back
+//   multiply_add(a, x, b): a x + b; decay_of(g): e^g. SINCE_SM100: whether the card is of the generation 10.0 or later
+//   ReadOrder: AfterWrite (GLA) or BeforeWrite (RWKV-6)
+
 constexpr int BV = 64;
 template <typename S> constexpr int WARPS = 2 * sizeof(S);
 // The least number of blocks on a multiprocessor: the compiler gives a thread no more registers than that allows.

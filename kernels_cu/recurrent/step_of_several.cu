@@ -32,6 +32,11 @@
 #include "real.cuh"
 #include "tensor.cuh"
 
+// From the includes:
+//   Wider<T, S>: double if numbers of T or S are computed in it, else float; FloatOrDouble<T>: that of T alone.
+//     widened, narrowed: convert to it and back
+//   sum_over_lanes<32>: the sum over a warp, in every lane; inverse_root: 1 / sqrt(x); decay_of(g): e^g
+
 constexpr int TOKENS = 8;  // the largest number of pending tokens
 
 // The rule: a recurrence, here or in delta/tokens.cuh (GatedDelta, Kda, Dplr). channel_gates: a gate for each channel,

@@ -1,12 +1,12 @@
 // what      Layer norm of chosen rows: the embeddings of tokens, or the inputs of the head for some tokens of a prompt.
-// math      y_i = LN(x[chosen_i])
-// shapes    chosen [B] int64, x [V, D], weight bias [D], y [B, D]
+// math      y_i = weight (r - mean) / sqrt(variance + eps) + bias, r being row chosen_i of x
+// shapes    chosen [B] int64, x [V, D] of V rows, weight bias [D], y [B, D]
 // grid      a block a row; 512 threads, up to EACH times 4 channels each
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values; rounded once
 // source    Peng et al., 2024, "Eagle and Finch", section 4
-// limits    D a multiple of 4, up to 8192; chosen rows are in range
+// limits    D a multiple of 4, up to 4 THREADS EACH = 8192; chosen rows are in range
 #include "decode.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, EACH = 4;
@@ -28,7 +28,9 @@ struct Shared {
 template <typename X, typename Y> __global__ void __launch_bounds__(THREADS) rwkv6_chosen_norm(const Args<X, Y> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   wait_for_previous();  // the previous kernel has ended: what it wrote can be read
-  launch_next();        // a step's first launch: all others find what the step before it wrote
+  // The next kernel may start now, not earlier: this is a step's first launch, and has waited for the step before, so
+  // that all later kernels of this step may read what that step wrote.
+  launch_next();
   const X* from = args.x + args.chosen[blockIdx.x] * args.D;
   const auto channel = [](int n) { return 4 * (n * THREADS + i64(threadIdx.x)); };  // the thread's n-th four begin here
   float4 x[EACH];

@@ -8,6 +8,13 @@
 // limits    N a multiple of WIDTH, up to 64 GROUPS; for WIDTH 8 arrays start on 16 bytes
 #include "rwkv6/lanes_of_heads.cuh"
 
+// From the includes:
+//   LaneOfHead<WIDTH>: token_head, this lane's head of a token, among those of all tokens, and `channel`, its first;
+//     some_head_is_below(n): whether the warp's first head is below n; go_on: to the same head of a later token
+//   load_group, store_group: WIDTH neighbours as floats; a lane's GROUPS groups are CHANNELS_APART = 64 channels apart
+//   sum_over_lanes<N>: over a head's lanes; inverse_root: 1 / sqrt(x); silu(x): x / (1 + e^-x)
+//   launch_next, wait_for_previous: the next kernel may begin; the previous one has ended
+
 template <typename X> struct Args {
   const X* o;
   const X* r;

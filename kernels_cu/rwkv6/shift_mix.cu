@@ -13,6 +13,12 @@
 // limits    D a multiple of 4, up to 2048 EACH
 #include "decode.cuh"
 
+// From decode.cuh and its includes:
+//   load4, store4: four neighbours as floats. minus(x, y), fma4(x, y, z): x - y and x y + z, channel by channel
+//   warp_sum, sum_over_lanes<N>: sums over a warp, or N neighbouring lanes, in each of them; inverse_root: 1 / sqrt(x)
+//   exchange_and_add_halves: a step of such sums of several numbers, of which a lane keeps a part
+//   launch_next, wait_for_previous: the next kernel may begin; the previous one has ended
+
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 template <typename X> struct Args {

@@ -1,5 +1,5 @@
-"""The colours of all pictures, which are visible on white and on black: one for each library; and one for each
-operator, in pictures of this package's operators alone.
+"""The colours of all pictures, which are visible on white and on black. One for each library, OTHER for those that are
+not named here; and, in pictures of this package's operators alone, one for each operator that they show.
 """
 
 INK, GRID = "#6e7781", "#6e778155"  # of text and axes; of the grid
@@ -17,7 +17,8 @@ STYLE = {  # matplotlib's rcParams
 
 
 def label_ends(axis, ends):
-    """Writes the names of a picture's lines beside their ends, without overlaps.
+    """Writes the names of a picture's lines beside their ends, without overlaps. It measures the picture as it is: call
+    it last.
 
     ends : [(name, colour, x, y)] of the lines
     """

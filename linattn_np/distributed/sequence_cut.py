@@ -10,7 +10,8 @@ class SequencePiece:
     sequence: int  # its number in the call
     start: int  # its first token, counted in the segment
     stop: int  # its last token + 1
-    # Whether a segment before, or after, this one in the order of the pass (`Cut.reverse`) has tokens of the sequence.
+    # Whether any segment before, or after, this one in the order of the pass (`Cut.reverse`) has tokens of the
+    # sequence. It need not be the neighbour: segments between may be empty.
     has_predecessor: bool
     has_successor: bool
 
@@ -40,9 +41,10 @@ class RankSegment:
 class Cut:
     """The segments of all ranks, in the order of the tokens. Every rank computes the same cut.
 
-    lengths : the tokens of each rank
-    bounds : cu_seqlens [N + 1] of the tokens of all ranks; a dense batch is one sequence here
-    reverse : whether the pass for which this is a cut runs from the last token to the first
+    lengths : how many tokens each rank has
+    bounds : cu_seqlens [N + 1] of the tokens of all ranks; [0, T] for a dense batch, whose rows are cut alike
+    reverse : whether the pass for which this is a cut runs from the last token to the first; segments are in the order
+        of the tokens all the same
     size : the most tokens of a segment; None for one segment per rank
     """
 
@@ -60,7 +62,8 @@ class Cut:
         self.slots = max(segment.slot for segment in self.segments) + 1  # segments of the rank that has the most
 
     def pieces(self, bounds, first, last):
-        """Yields the pieces of a segment of the tokens first ... last - 1, counted over all ranks."""
+        """Yields the pieces of a segment of the tokens first ... last - 1, counted over all ranks, as `bounds` are. A
+        sequence without tokens has none."""
         for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
             if max(start, first) < min(stop, last):
                 before, after = start < first, stop > last

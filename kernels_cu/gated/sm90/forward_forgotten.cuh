@@ -18,6 +18,13 @@
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 
+// From the includes:
+//   writes_enough(x): whether a number of a key or value is so large that what it writes hides what is forgotten
+//   threads_copy_rows: whether the stride of tokens is negative, which tensor maps do not allow
+//   WorkTile: what a block computes. mbarrier_arrive_and_expect, tensor_load, mbarrier_wait: copy boxes, and wait for
+//   them named_barrier_any(id, threads, x): whether x is true in one of these threads, which all wait
+//   fence_proxy_async: orders this thread's accesses of shared memory before later copies by tensor maps
+
 // Whether a thread of the block finds that the segment's last token does not write to a number of the state. Every
 // thread looks at some of the token's numbers.
 template <int THREADS, typename T, typename G>

@@ -14,6 +14,14 @@
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"
 
+// From the includes:
+//   ProducerCoord: a producer thread's group, its 4 channels, and the first row of its sub-chunk
+//   near_queries_row, near_keys_row(n): where rows of sub-chunk n lie among the operands of scores
+//   larger_magnitudes_of_halves(a, b): of two pairs of bfloat16 numbers, those of larger magnitude, in one word
+//   reduce_each<LANES>(x, lane, join): joins each of 8 numbers over LANES lanes; lane l gets that of number l % 8
+//   clear_gates: sets to zero what is after the sequence's end
+//   fetch_inputs: starts copying a chunk's inputs; PRODUCER_GROUPS: groups that make whole chunks in turn
+
 // The exponent of a scaled row's largest number: GROWN_EXPONENT if the chunk has log gates above 1/8. Rows from
 // LEAST_EXPONENT to LARGEST_EXPONENT need no scale; DirectProducts finds the others by their squares.
 constexpr int LARGEST_EXPONENT = 12, LEAST_EXPONENT = -14, GROWN_EXPONENT = -9;

@@ -20,6 +20,14 @@
 //           15 bits of that sum's fraction
 #include "gated/sm90/states.cuh"
 
+// From the includes, all for a lane of a warp that has 16 channels of a chunk of CHUNK = 32 tokens:
+//   LaneSubChunk, LaneChunk: its numbers of 8 tokens, and of the chunk's four times 8; each_token_pair(f): calls
+//     f(n, h) for its pairs of tokens of sub-chunk n, channel h of its two
+//   Operand: 16 channels of all tokens as a tensor core's operand; token_pair_of: its word of a pair of tokens;
+//     load_operand, store_operand: from and to a panel of PANEL = 64 channels
+//   mma_f16_plus(d, a, b, c): d = a b + c in float16 with float32 sums; max_of_each_half: of pairs of 16-bit integers
+//   opaque(x): x, computed again at each call, so that no register keeps it; to_float, pack: between floats and pairs
+
 // After the sums of a chunk's channels, the first pass stores this many float32 numbers' worth of bytes: one byte for
 // each of its up to 8 warps, 1 if the warp's share is stored as for gates that grow. One such byte lets the second pass
 // compute the chunk token by token.

@@ -31,7 +31,7 @@ def pool():
     for ever. So another thread, which Ctrl-C does not interrupt, starts all of them at once.
     """
     executor = ThreadPoolExecutor(workers(), thread_name_prefix="linattn_np")
-    barrier = Barrier(workers())
+    barrier = Barrier(workers())  # holds each thread until all have started: the pool starts none while one is idle
 
     def start():
         try:
@@ -55,8 +55,9 @@ def in_parallel(task, *items, caller=False):
     might wait for itself.
 
     caller : whether the calling thread computes tasks, too. For short calls it should: an operating system may let the
-        threads that it wakes share one core for milliseconds. For tasks that allocate much memory it should not: the
-        main thread returns freed memory to the system, and other threads keep it.
+        threads that it wakes share one core for milliseconds. For tasks that allocate much memory it should not:
+        what the main thread frees goes back to the system, which clears its pages anew for every task; what other
+        threads free stays theirs.
     """
     queue = TaskQueue(task, zip(*items))
     threads = min(workers(), len(queue.results))
@@ -67,7 +68,7 @@ def in_parallel(task, *items, caller=False):
             queue.work()
         for helper in helpers:
             while not helper.done():
-                with suppress(TimeoutError):
+                with suppress(TimeoutError):  # of the wait; a task's own is raised by result()
                     helper.exception(LONGEST_WAIT_S)
             helper.result()
     except BaseException:  # Ctrl-C, or a failed task: other tasks must not write into the caller's arrays any more
