@@ -79,7 +79,7 @@ def add_model(add):
     add(
         "--adapter",
         metavar="FILE",
-        help="a low-rank adapter of linattn-np train --lora, which is merged into the model while it is loaded",
+        help="a low-rank adapter of linattn-np train --lora, or its folder; merged into the model while it is loaded",
     )
     add_tokenizer(add)
 
