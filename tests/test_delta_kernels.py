@@ -16,8 +16,11 @@ from linattn_np.array_kinds import BFLOAT16
 from linattn_np.backends.cupy import delta, gated_backward
 from linattn_np.backends.cupy.delta_kernels import DeltaBackwardStates, DeltaRecurrentBackward
 from linattn_np.backends.cupy.delta_segments import CutOfSmallHeads, rule_of
+from linattn_np.backends.cupy.plan import Draft, as_array, caller_array
+from linattn_np.backends.cupy.rwkv6_model_kernels import recurrence
 from linattn_np.bounded_cache import Cache
 from linattn_np.declarations import DELTA_RULE, DELTA_RULES, GATED_DELTA_RULE, KDA, RWKV7
+from linattn_np.varlen import Spans
 
 
 @pytest.fixture
@@ -632,6 +635,22 @@ def test_every_card_has_its_kernels(op, kib):
             if gradient:
                 plans.append(planned.plan_of_pullback(problem, card, problem["v"], None))
             assert all(kernel.shared_bytes <= card.shared_per_block for plan in plans for kernel in plan.kernels)
+
+
+@pytest.mark.parametrize("kib", [99, 163, 227])
+@pytest.mark.parametrize("bounds", [[0, 1], [0, 5, 45], [0, 20000]], ids=str)
+def test_keys_of_prompts_are_made_on_every_card(kib, bounds):
+    """Whatever the prompts' lengths: no other way than that in chunks makes them."""
+    card, draft, spans = planned.Noting(), Draft(), Spans(np.array(bounds))
+    card.shared_per_block = kib << 10
+    array = lambda name, *shape, dtype=SINGLE: as_array(caller_array(name, shape, dtype))
+    arrays = {name: array(name, 1, 32, bounds[-1], 64, dtype=HALF) for name in "rwkvab"}
+    states = (array(name, spans.count, 32, 64, 64) for name in ("before", "after"))
+    rows = {name: array(name, 3, 32, 1, 64) for name in ("bases", "removal", "replacement")}
+    logits = {"key": arrays["k"], "first_v": arrays["v"]} | rows
+    recurrence(draft, card, RWKV7, arrays, arrays["w"], (*states,), spans, 1.0, logits=logits)
+    first = next(step.kernel for step in draft.steps if hasattr(step, "kernel"))
+    assert first.name == "delta_dplr_prepare" and first.logits
 
 
 @pytest.mark.parametrize("H, T, V, tokens", [(7, 756, 137, 8), (378, 1, 122, 4)], ids=["few-blocks", "many-blocks"])

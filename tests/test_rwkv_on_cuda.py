@@ -29,6 +29,7 @@ from test_decode_kernels import (
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.array_kinds import BFLOAT16
+from linattn_np.backends.cupy import delta, gated_backward
 from linattn_np.backends.cupy import rwkv6_model_kernels as kernels
 from linattn_np.backends.cupy.device import CupyDevice
 from linattn_np.backends.cupy.execute import OneAllocation
@@ -259,8 +260,14 @@ def test_packed_prompts_and_slots_are_the_cpus(on_cuda, kind, dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_prompts_of_heads_of_64_channels(on_cuda, kind, dtype, rng):
-    """In half precision, RWKV-7's keys and values are made by the kernel that prepares chunks."""
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_prompts_of_heads_of_64_channels(on_cuda, kind, dtype, in_turn, rng, monkeypatch):
+    """In half precision, RWKV-7's keys and values are made by the kernel that prepares chunks, also of one head after
+    the other."""
+    if in_turn:
+        monkeypatch.setattr(gated_backward, "STATE_BYTES", 1)
+        monkeypatch.setattr(delta, "FREE_BYTES", 1)
+        monkeypatch.setattr(delta.InChunks, "MOST", 0)
     weights, bounds = random_weights(kind, rng, dtype, sizes=changed(128, 64)), [0, 1, 40, 45, 120]
     model, reference, tokens = on_cuda(weights, dtype), kind(weights), rng.integers(0, 50, (1, bounds[-1]))
     start = begun(reference, 4, rng)
