@@ -646,7 +646,7 @@ def test_keys_of_prompts_are_made_on_every_card(kib, bounds):
     array = lambda name, *shape, dtype=SINGLE: as_array(caller_array(name, shape, dtype))
     arrays = {name: array(name, 1, 32, bounds[-1], 64, dtype=HALF) for name in "rwkvab"}
     states = (array(name, spans.count, 32, 64, 64) for name in ("before", "after"))
-    rows = {name: array(name, 3, 32, 1, 64) for name in ("bases", "removal", "replacement")}
+    rows = {name: array(name, count, 32, 1, 64) for name, count in dict(bases=3, removal=1, replacement=1).items()}
     logits = {"key": arrays["k"], "first_v": arrays["v"]} | rows
     recurrence(draft, card, RWKV7, arrays, arrays["w"], (*states,), spans, 1.0, logits=logits)
     first = next(step.kernel for step in draft.steps if hasattr(step, "kernel"))

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import struct
 
 import numpy as np
@@ -329,9 +330,15 @@ def test_an_adapter_is_trained_extended_and_merged(command, base, tmp_path):
     assert places == {f"{place}.lora_{part}" for place in ("ffn.key", "att.output") for part in "AB"}
     code, _, said = command(*train(tmp_path, *chosen, "--resume", "--steps", 4))
     assert code == 0 and "step 4, " in said
+    of_folder = "--model", tmp_path / "model.safetensors", "--adapter", file.parent
+    code, _, said = command("merge", *of_folder, "--out", file)
+    assert code == 2 and "is the file of --adapter, which would be lost" in said
+    code, _, said = command("generate", *of_folder, "--save-state", file, "--prompt", "It")
+    assert code == 2 and "is the file of --adapter, which would be lost" in said
     model, whole = tmp_path / "model.safetensors", tmp_path / "whole.safetensors"
     assert command("merge", "--model", model, "--adapter", file, "--out", whole)[0] == 0
     how = ["--device", "cpu", "--dtype", "float32", "--temperature", 0, "--tokens", 5, "--prompt", "It"]
+    shutil.copy(model, file.parent / "model.safetensors")  # what the folder of an adapter may hold, too
     adapted = command("generate", "--model", model, "--adapter", file.parent, *how)
     assert adapted[:2] == command("generate", "--model", whole, *how)[:2] and adapted[0] == 0
 

@@ -245,7 +245,7 @@ def inputs(options):
     """Yields (name of an option, the file of it that is read)."""
     for name in ("model", "adapter", "vocab", "batch_file", "load_state"):
         if path := getattr(options, name):
-            yield name, located(path) if name == "model" else path
+            yield name, located(path, name)
 
 
 def unescaped(text: str) -> str:

@@ -9,7 +9,7 @@ linattn-np quantise makes them small again. Names are the official ones.
 
 from ..models import checkpoint
 from ..models.files import write_arrays
-from ..models.rwkv.adapters import merged
+from ..models.rwkv.adapters import merged, read
 from ..models.versions import kind_of
 from .terminal import check_out, how_to_write, status, to_stderr
 
@@ -25,7 +25,7 @@ def add_options(parser):
 def run(options):
     check_out(options, "model", "adapter")
     with status("merging ..."):
-        weights, adapter = checkpoint.read(options.model), checkpoint.read(options.adapter)
+        weights, adapter = checkpoint.read(options.model), read(options.adapter)
         config = checkpoint.config(options.model)
         write_arrays(options.out, merged(kind_of(weights), weights, adapter, options.alpha, config))
     to_stderr(f"wrote {options.out}. {how_to_write('--model', options.out)}")

@@ -293,7 +293,7 @@ def check_out(options, *inputs):
     if not options.out.endswith(".safetensors"):
         raise ValueError(f"argument --out: is {options.out}, expected the ending .safetensors")
     for name in inputs:
-        if same_file(options.out, located(getattr(options, name))):
+        if same_file(options.out, located(getattr(options, name), name)):
             raise ValueError(f"argument --out: is the file of --{name}, which would be lost")
     check_writable(options.out)
 

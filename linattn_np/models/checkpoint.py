@@ -30,15 +30,11 @@ from .stored_zip import MAX_AXES, MAX_INDEX, directory
 MAX_OPCODES = 1 << 18  # in one pickle; a tensor takes about 40
 MAX_NAME = 1024
 
-# The files of a Hugging Face folder that hold weights, and what `train --lora` writes to its folder; the first one that
-# exists is read.
-IN_FOLDER = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "adapter.safetensors",
-)
+# The files of a Hugging Face folder that hold weights; the first one that exists is read.
+IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# {what is asked for: the files of a folder that may be it}. Of a folder of `train` these are its own, which come first:
+# the model may be there, too.
+FILES_OF = {"model": IN_FOLDER, "adapter": ("adapter.safetensors", *IN_FOLDER), "load_state": ("state.pth",)}
 SHARD_ENDINGS = (".safetensors", ".bin")
 
 LFS_START = b"version https://git-lfs.github.com/spec/v1"  # the first bytes of a Git LFS pointer file
@@ -149,10 +145,10 @@ def read(path) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def located(path) -> Path:
-    """The first file of IN_FOLDER that exists in the folder `path`; `path` itself if there is none."""
-    path = Path(path)
-    return next((path / name for name in IN_FOLDER if os.path.isfile(path / name)), path)
+def located(path, what="model") -> Path:
+    """The first file of `FILES_OF[what]` that exists in the folder `path`; `path` itself if there is none."""
+    path = Path(os.fsdecode(path))
+    return next((path / name for name in FILES_OF.get(what, ()) if os.path.isfile(path / name)), path)
 
 
 def config(path) -> dict | None:

@@ -34,7 +34,8 @@ def load(
 
     Parameters and errors are those of the classes' ``from_file``. One more:
 
-    adapter : the file of a low-rank adapter, which `rwkv.adapters.merged` merges into the weights
+    adapter : the file of a low-rank adapter, or the folder of `linattn-np train --lora`; `rwkv.adapters.merged` merges
+        it into the weights
 
     Example
     -------
@@ -45,6 +46,6 @@ def load(
     weights = checkpoint.read(path)
     kind = kind_of(weights)
     if adapter is not None:
-        weights = adapters.merged(kind, weights, checkpoint.read(adapter), config=checkpoint.config(path))
+        weights = adapters.merged(kind, weights, adapters.read(adapter), config=checkpoint.config(path))
     how = dict(device=device, dtype=dtype, progress=progress, state_dtype=state_dtype)
     return kind.of_file(path, weights, **how)

@@ -8,6 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from ...errors import ContractError
+from .. import checkpoint
 from ..number_checks import checked_number, shown
 from ..quantised import Stored
 from .version import VERSION_NAME, number_in
@@ -18,6 +19,11 @@ LORA_A, LORA_B, LORA_ALPHA = "lora_A", "lora_B", "lora_alpha"
 def adapter_name(name: str, part: str) -> str:
     """The name in files of `part`, LORA_A or LORA_B, of the adapter of the matrix `name`."""
     return f"{name.removesuffix('.weight')}.{part}"
+
+
+def read(path) -> dict:
+    """The arrays of an adapter, from its file or from the folder of `linattn-np train --lora`."""
+    return checkpoint.read(checkpoint.located(path, "adapter"))
 
 
 def merged(model_class, weights: Mapping, adapter_weights: Mapping, alpha: float | None = None, config=None) -> dict:

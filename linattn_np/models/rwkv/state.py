@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -93,8 +92,7 @@ class State:
         trained initial state, and nothing else; or a folder with such a `state.pth`, as `train --state` writes it.
         ContractError for every other file, OSError if it cannot be read.
         """
-        if os.path.isfile(in_folder := os.path.join(path, "state.pth")):
-            path = in_folder
+        path = checkpoint.located(path, "load_state")
         try:
             data = mapped(path, "what State.save has written")
             if data.find(b".time_state", 0, MAX_INDEX) >= 0:
